@@ -1,0 +1,100 @@
+# Needs Python 3.11 or newer, gcc, make and git; everything else goes into .venv and weights/.
+# Every step leaves a stamp in .venv when it is done, so an interrupted set-up goes on where it stopped.
+
+PYTHON ?= python3
+PRESET ?= full
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip
+WEIGHTS := weights/smollm2-135m-instruct/config.json
+TORCH_PIN := $(shell grep '^torch==' constraints.txt)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+# cpu or cuda: what is asked for, else what is installed, else cuda if a GPU answers.
+ifndef TORCH
+TORCH := $(patsubst $(VENV)/.torch-%,%,$(firstword $(wildcard $(VENV)/.torch-*)))
+endif
+ifeq ($(TORCH),)
+TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+endif
+ifeq ($(filter cpu cuda,$(TORCH)),)
+$(error TORCH is '$(TORCH)'; it must be cpu or cuda)
+endif
+
+.PHONY: help run test lint bench check-gpu weights doctor clean
+
+help: ## explain every target (this text)
+	@echo "make TARGET, where TARGET is one of"
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+	@echo "Variables: TORCH=cpu|cuda (now $(TORCH))   PYTHON=python3.12   PRESET=quick|full   ARGS='more options'"
+
+run: $(VENV)/.base $(WEIGHTS) ## set everything up and run the ladder: every stage on real prompts, then the table
+	$(VENV)/bin/minillm ladder $(ARGS)
+
+test: $(VENV)/.dev $(WEIGHTS) ## run all tests, for example ARGS='-k sampling'
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.dev ## check style, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(VENV)/.base $(WEIGHTS) ## measure every stage; results/ladder-PRESET.json and .png
+	@mkdir -p results
+	$(VENV)/bin/minillm bench --preset $(PRESET) --json results/ladder-$(PRESET).json \
+	    --plot results/ladder-$(PRESET).png $(ARGS)
+
+check-gpu: ## test and measure on a CUDA GPU, with the torch that PYTHON has (no set-up)
+	PYTHONPATH=. $(PYTHON) -m minillm.bench.check_gpu $(ARGS)
+
+weights: $(VENV)/.base ## fetch a model into weights/: NAME=... from weights/manifest.json, or the default
+	$(VENV)/bin/minillm weights $(NAME) $(ARGS)
+
+doctor: $(VENV)/.base ## say what this machine has, and what is missing with the command that mends it
+	$(VENV)/bin/minillm doctor
+
+clean: ## remove caches and build products; .venv and weights/ stay
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- set-up
+
+# The stamp holds the clone's path, so that an environment that was moved or half made is made anew.
+ifneq ($(shell test -x $(PY) && cat $(VENV)/.created 2>/dev/null),$(CURDIR))
+.PHONY: $(VENV)/.created
+endif
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; minillm needs 3.11 or newer: make PYTHON=python3.11 ..."; \
+	    exit 1; }
+	@$(PIP) --version >/dev/null 2>&1 || { echo "Making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@printf '%s' "$(CURDIR)" > $@
+
+# The CPU build of torch has its own index for Linux; PyPI's Linux build brings CUDA along.
+$(VENV)/.torch-$(TORCH): $(VENV)/.created constraints.txt
+	@for other in $(filter-out $@,$(wildcard $(VENV)/.torch-*)); do \
+	    $(PIP) uninstall --yes torch && rm $$other; done
+	@from=; \
+	if [ $(TORCH) = cpu ] && [ "`uname -s`" = Linux ]; then \
+	    if $(PY) -c "import urllib.request as r; r.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2>/dev/null; \
+	    then from="--no-deps --index-url $(TORCH_CPU_INDEX)"; \
+	    else echo "$(TORCH_CPU_INDEX) is not reachable; torch comes from pip's usual index"; fi; \
+	fi; \
+	$(PIP) install -c constraints.txt $$from $(TORCH_PIN)
+	@touch $@
+
+$(VENV)/.base: $(VENV)/.torch-$(TORCH) pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Order only: a newer environment is no reason to fetch again.
+$(WEIGHTS): | $(VENV)/.base
+	$(VENV)/bin/minillm weights

@@ -1,0 +1,5 @@
+"""`python -m minillm`: the same as the `minillm` command."""
+
+from minillm.cli import main
+
+main()

@@ -1,0 +1,83 @@
+"""KV memory: a rectangle for the early stages (`KVCache`), flat slots behind a table for the later ones (`KVPool`).
+
+Both keep the heads first, [L, Hkv, ..., D], because attention multiplies head by head: what it reads is then
+contiguous. Nobody outside this file knows the layout; keys come back as [..., Hkv, D].
+"""
+
+import torch
+from torch import Tensor
+
+from minillm import attention
+from minillm.model import Llama
+
+
+class KVCache:
+    """One rectangle: position p of a sequence (or of row b, if there are rows) has a fixed place.
+
+    `shape` is [S] for one sequence or [B, S] for B rows. It starts as zeros: what is not written yet is masked,
+    and a mask can hide any number but NaN.
+    """
+
+    def __init__(self, model: Llama, *shape: int):
+        c = model.config
+        size = (c.n_layers, c.n_kv_heads, *shape, c.head_dim)
+        self.k = torch.zeros(size, dtype=model.dtype, device=model.device)  # [L, Hkv, ..., S, D]
+        self.v = torch.zeros_like(self.k)
+        self.rows = [torch.arange(n, device=model.device)[:, None] for n in shape[:-1]]  # [B, 1], or nothing
+
+    def store(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes k, v [..., T, Hkv, D] at positions [..., T]."""
+        where: tuple[slice | Tensor, ...] = (slice(None), *self.rows, positions)
+        self.k[layer][where] = k.movedim(-2, 0)  # [Hkv, ..., T, D]
+        self.v[layer][where] = v.movedim(-2, 0)
+
+    def read(self, layer: int, size: int) -> tuple[Tensor, Tensor]:
+        """K and V of positions 0 .. size-1, [..., size, Hkv, D] each (views)."""
+        k, v = self.k[layer][..., :size, :], self.v[layer][..., :size, :]  # [Hkv, ..., size, D]
+        return k.movedim(0, -2), v.movedim(0, -2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+
+class CachedAttend:
+    """Stores the new K and V at their positions, then looks at everything stored up to each query's own position."""
+
+    def __init__(self, cache: KVCache, positions: Tensor):
+        self.cache, self.positions = cache, positions  # [..., T]
+        self.size = int(positions.max()) + 1  # S
+        self.mask = attention.visible(positions, torch.arange(self.size, device=positions.device))  # [..., T, S]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.cache.store(layer, self.positions, k, v)
+        return attention.sdpa(q, *self.cache.read(layer, self.size), self.mask)
+
+
+class KVPool:
+    """Flat slots. Which slot holds position p of the sequence in row r, `table[r, p]` says, and nothing else does.
+
+    The last slot is scratch, outside the total: rows that stand for nothing may write there.
+    """
+
+    def __init__(self, model: Llama, n_slots: int, max_running: int, max_len: int):
+        c = model.config
+        size = (c.n_layers, c.n_kv_heads, n_slots + 1, c.head_dim)
+        # not cleared: a free slot is never read, and memory that is never touched costs nothing on a CPU
+        self.k = torch.empty(size, dtype=model.dtype, device=model.device)  # [L, Hkv, slots, D]
+        self.v = torch.empty_like(self.k)
+        self.table = torch.zeros(max_running, max_len, dtype=torch.int64, device=model.device)
+
+    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes k, v [T, Hkv, D] into slots [T]."""
+        self.k[layer].index_copy_(1, slots, k.transpose(0, 1))  # [Hkv, T, D]
+        self.v[layer].index_copy_(1, slots, v.transpose(0, 1))
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of the slots [..., S]: [..., S, Hkv, D] each, contiguous head by head."""
+        k, v = (memory[layer].index_select(1, slots.flatten()) for memory in (self.k, self.v))  # [Hkv, ...*S, D]
+        return k.unflatten(1, slots.shape).movedim(0, -2), v.unflatten(1, slots.shape).movedim(0, -2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes

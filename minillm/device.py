@@ -1,0 +1,49 @@
+"""Which device and dtype to use, when the user says "auto" and when they say what this machine cannot do."""
+
+import torch
+
+from minillm.errors import InputError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto" is a CUDA GPU where one answers, else the CPU. Raises InputError for what this machine lacks."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise InputError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"device {name!r} was asked for, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs; "
+            "use --device cpu, or install a CUDA build of torch (make run TORCH=cuda)"
+        )
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 where the hardware multiplies it, else float32. Raises InputError for an unknown name."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r} is not known; use auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def cpu_has_bf16() -> bool:
+    """AVX-512 BF16 or AMX: elsewhere bfloat16 is emulated, and slower than float32.
+
+    The two probes are private names of torch.cpu, so a build without them counts as a CPU without.
+    """
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what was asked of it; a clock read without this measures only the asking."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,172 @@
+"""The engine: schedule, run, sample, update. The public API: `generate`, `stream`, and `add` / `step` / `abort`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minillm.batch import pack
+from minillm.cache import KVPool
+from minillm.errors import InputError
+from minillm.kernels import backend as find_backend
+from minillm.model import Llama
+from minillm.params import SamplingParams
+from minillm.request import Event, Request, make_request
+from minillm.sampling import sample
+from minillm.scheduler import Scheduler
+from minillm.slots import RegionSlots
+from minillm.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Output:
+    """A finished text. `token_ids` holds what was sampled, the stop token included; `text` has neither stop
+    tokens nor stop strings."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # one for each token, if asked for
+
+
+class Engine:
+    """Many requests on one model, with continuous batching.
+
+    max_running  most sequences in one step (N)
+    budget       most new tokens in one step (m); at least max_running
+    max_len      most positions stored for one request: longer prompts are refused, longer texts end with "length"
+    backend      a name from `kernels.BACKENDS`
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_running: int = 32,
+        budget: int = 512,
+        max_len: int | None = None,
+        backend: str = "gather",
+    ):
+        longest = model.config.context
+        self.max_len = min(longest, 2048) if max_len is None else max_len
+        if not 1 <= self.max_len <= longest:
+            raise InputError(f"max_len is {self.max_len}; it must be from 1 to the model's context, {longest}")
+        self.model, self.tokenizer = model, tokenizer
+        self.scheduler = Scheduler(RegionSlots(max_running, self.max_len), max_running, budget)
+        self.pool = KVPool(model, max_running * self.max_len, max_running, self.max_len)
+        self.attend = find_backend(backend)
+        self._requests: dict[int, Request] = {}  # unfinished ones
+        self._inbox: list[Event] = []  # made while someone else's `generate` or `stream` was stepping
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_name: str | Path = "smollm2-135m-instruct",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_running: int = 32,
+        budget: int = 512,
+        max_len: int | None = None,
+        backend: str = "gather",
+    ) -> "Engine":
+        """Model and tokenizer from one folder, or by a name that `minillm weights` knows."""
+        from minillm.fetch import find
+
+        folder = find(path_or_name)
+        tokenizer = Tokenizer.from_pretrained(folder)
+        model = Llama.from_pretrained(folder, device=device, dtype=dtype)
+        return cls(model, tokenizer, max_running=max_running, budget=budget, max_len=max_len, backend=backend)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queues a prompt. Raises InputError, and queues nothing, for one that can never be served."""
+        params = params or SamplingParams()
+        request = make_request(prompt, params, self.model.config, self.tokenizer, self.max_len)
+        self.submit(request)
+        return request
+
+    def submit(self, request: Request) -> None:
+        """Queues a request made by `make_request`."""
+        if request.most_slots > self.max_len:
+            raise InputError(f"the request may need {request.most_slots} slots, but there are {self.max_len} for each")
+        self._requests[request.id] = request
+        self.scheduler.waiting.append(request)
+
+    def step(self) -> list[Event]:
+        """One forward pass over whatever the scheduler chose; an event for each token sampled."""
+        events, self._inbox = self._inbox, []
+        plan = self.scheduler.schedule()
+        if not plan:
+            return events
+        batch = pack(plan, self.pool)
+        hidden = self.model(batch.tokens, batch.positions, self.attend(self.pool, batch))  # [T, d]
+        sampled = sample(self.model.logits(hidden[batch.last]), batch.samples) if batch.samples else []
+        events += self.scheduler.update(plan, dict(zip(batch.samples, sampled, strict=True)))
+        for event in events:
+            if event.finish_reason is not None:
+                self._requests.pop(event.request.id, None)
+        return events
+
+    def abort(self, request_id: int) -> Event | None:
+        """Ends a request in any state and frees what it held; None if it is unknown or had already ended."""
+        request = self._requests.pop(request_id, None)
+        return self.scheduler.abort(request) if request else None
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Event]:
+        """Events of all prompts as they happen. Leaving the loop early aborts what is unfinished."""
+        requests = self._add_all(prompts, params)
+        return self._drain(requests)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Finished texts, in the order of the prompts. `params` is one for all, or one for each."""
+        requests = self._add_all(prompts, params)
+        outputs = {request: Output(request.prompt) for request in requests}
+        for event in self._drain(requests):
+            output = outputs[event.request]
+            output.text += event.text
+            output.finish_reason = event.finish_reason
+            if event.token is not None:
+                output.token_ids.append(event.token)
+            if event.logprobs is not None:
+                output.logprobs.append(event.logprobs)
+        return list(outputs.values())
+
+    def _add_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        """All or none: every prompt is checked before the first is queued."""
+        if isinstance(prompts, str):
+            raise InputError("prompts is one string; pass a list of prompts")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InputError(f"there are {len(prompts)} prompts, but {len(params)} sampling params")
+        requests = [
+            make_request(prompt, p, self.model.config, self.tokenizer, self.max_len)
+            for prompt, p in zip(prompts, params, strict=True)
+        ]
+        for request in requests:
+            self.submit(request)
+        return requests
+
+    def _drain(self, requests: Sequence[Request]) -> Iterator[Event]:
+        mine = set(requests)
+        try:
+            while any(request.finish_reason is None for request in mine):
+                events = self.step()
+                self._inbox += [event for event in events if event.request not in mine]
+                yield from (event for event in events if event.request in mine)
+        finally:
+            for request in mine:
+                self.abort(request.id)
