@@ -1,7 +1,7 @@
 """A conversation as one string, by the chat template that comes with the checkpoint.
 
 The template is a Jinja2 program from a stranger: it runs in a sandbox, with what transformers gives it. Its
-markers (`<|im_start|>`, ...) are to become special tokens afterwards; the same characters typed by a user not.
+markers (`<|im_start|>`, ...) become special tokens afterwards; the same characters in a message must not.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class ChatTemplate:
         # Looking ahead finds every start, also where two overlap; (?!) finds nothing.
         self._starts = re.compile("(?=" + ("|".join(map(re.escape, specials)) or "(?!)") + ")")
 
-    def render(
-        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool
-    ) -> tuple[str, dict[int, str]]:
+    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> tuple[str, dict[int, str]]:
         """The conversation as text in which only the template can have written a special token.
 
         In the messages, the first character of every special token is swapped for a character that occurs
@@ -113,9 +111,7 @@ def _check(messages: Sequence[dict[str, str]]) -> None:
         raise InputError(f"messages is {messages!r:.80}; a list of at least one message is needed")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise InputError(
-                f"message {i} is {message!r:.80}; a dict with the keys role and content is needed"
-            )
+            raise InputError(f"message {i} is {message!r:.80}; a dict with the keys role and content is needed")
         for key, text in message.items():
             if not isinstance(text, str):
                 raise InputError(f"message {i} has {key} {text!r:.80}; a string is needed")

@@ -47,7 +47,7 @@ class Tokenizer:
     """Byte-level BPE with special tokens and a chat template. `n_vocab` is the highest id + 1."""
 
     def __init__(self, data: dict[str, Any], config: dict[str, Any]) -> None:
-        """`data` and `config` are the parsed tokenizer.json and tokenizer_config.json: see `from_pretrained`."""
+        """`data` and `config` are the parsed tokenizer.json and tokenizer_config.json."""
         model = data["model"]
         if model["type"] != "BPE" or model.get("byte_fallback"):
             kind = "BPE with byte_fallback" if model["type"] == "BPE" else model["type"]
@@ -85,7 +85,9 @@ class Tokenizer:
             made = vocab[left + right]
             if made < last:
                 raise InputError(f"merge {left!r} {right!r} makes id {made} after id {last}; ids must rise")
-            ranks[_token_bytes(left + right)] = last = made
+            last = made
+            if left + right not in self.special_ids:  # a special token is never text, even if merges spell it
+                ranks[_token_bytes(left + right)] = made
         self._bpe = tiktoken.Encoding("bpe", pat_str=r"(?s:.+)", mergeable_ranks=ranks, special_tokens={})
         self._missing = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
         if self._missing and model.get("unk_token"):
@@ -93,7 +95,7 @@ class Tokenizer:
         # `ignore_merges` (Llama 3): a piece that is a token is that token, even if no merges lead to it.
         self._whole = ranks
         if model.get("ignore_merges"):
-            self._whole = {_token_bytes(token): i for token, i in vocab.items() if token not in self._added}
+            self._whole = {_token_bytes(text): i for text, i in vocab.items() if text not in self.special_ids}
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
@@ -126,9 +128,7 @@ class Tokenizer:
         check_surrogates(text, "the text")
         return (self._bos if bos else []) + self._encode_parts(text, self._any_plain, {})
 
-    def encode_chat(
-        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation, rendered by the checkpoint's chat template.
 
         `messages` are dicts of two strings, role and content. The template's markers become special tokens,
@@ -176,8 +176,9 @@ class Tokenizer:
 
         Not by tiktoken's own regex engine: its lookahead keeps a stack entry per character, so a million
         spaces end in a PanicException, which is not an Exception; and it leaves no chance to drop the bytes
-        that have no token before merging, another panic. `regex` has neither fault, but its Unicode tables may
-        be newer than those of tiktoken and `tokenizers`: characters these do not know are masked while cutting.
+        that have no token before merging, another panic. `regex` has neither fault, but its Unicode tables
+        may be newer than those of tiktoken and `tokenizers`: characters these do not know are masked while
+        cutting.
         """
         if self._nfc:
             text = _nfc(text)
@@ -233,9 +234,7 @@ def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
                     return GPT2_SPLIT
                 case [{"type": "Digits", "individual_digits": True}], True:
                     return DIGITS_SPLIT
-                case [
-                    {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", **options}
-                ], False:
+                case [{"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", **options}], False:
                     if not options.get("invert"):
                         return split
     raise InputError(
@@ -246,11 +245,8 @@ def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
 
 def _compile(pattern: str) -> regex.Pattern[str]:
     """Compile a split pattern written for Oniguruma; the result's `split` gives pieces and gaps in turn."""
-    spaces = {r"\s": r"\p{White_Space}", r"\S": r"\P{White_Space}"}  # to `regex`, U+001C to 1F are \s too
     try:
-        compiled = regex.compile(
-            "(" + re.sub(r"\\.", lambda found: spaces.get(found[0], found[0]), pattern) + ")"
-        )
+        compiled = regex.compile(f"({pattern})")
     except regex.error as error:
         raise InputError(f"split pattern {pattern!r} is not implemented: {error}") from None
     if compiled.groups > 1 or re.search(r"\\[^\WpPsSrntd]", pattern):

@@ -39,9 +39,7 @@ def write_tokenizer_files(fields: dict[str, Any], folder: Path) -> None:
         raise WeightsError(f"the GGUF metadata has no {error}; a complete SmolLM2 file has it") from None
 
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [
-        {"id": i, "content": tokens[i], **flags} for i, kind in enumerate(token_types) if kind == CONTROL
-    ]
+    added = [{"id": i, "content": tokens[i], **flags} for i, kind in enumerate(token_types) if kind == CONTROL]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {
         "version": "1.0",
