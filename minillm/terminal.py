@@ -1,5 +1,6 @@
-"""What a model writes is shown on a terminal, never obeyed; and several texts that grow at once, one panel each."""
+"""What a model writes is shown on a terminal, never obeyed; several texts grow at once, one panel each."""
 
+import sys
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from rich.text import Text
 
 from minillm.request import Event, Request
 
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
 REFRESH = 0.1  # seconds between two drawings of the panels
 LEAST_HEIGHT = 3  # a panel's border and one line
 
@@ -21,10 +25,12 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
     A generated ESC would otherwise move the cursor, change the title or answer in the user's name.
     """
-    return "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cs") and c not in keep else c
-        for c in text
-    )
+
+    def shown(c: str) -> str:
+        hidden = unicodedata.category(c) in ("Cc", "Cs") and c not in keep
+        return c.encode("unicode_escape").decode() if hidden else c
+
+    return "".join(map(shown, text))
 
 
 def one_line(text: str, most: int | None = None) -> str:
@@ -37,11 +43,25 @@ def heading(number: int, of: int, prompt: str) -> str:
     return f"{number} of {of}: {one_line(prompt, 60)}"
 
 
-class Panels:
-    """A live view of several requests: each text grows in its own panel, and ends up printed whole.
+def write(text: str) -> None:
+    """Text to stdout at once: as it is into a pipe or file, made harmless on a terminal."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
-    While it is live no more is drawn than the terminal holds: the end of every unfinished text, or of the first
-    ones and a line that counts the rest. However the `with` block ends, all text made so far is printed at last.
+
+def complain(message: str) -> None:
+    err.print(Text("error: ", "bold red").append(one_line(message), "default"), soft_wrap=True)
+
+
+def remark(text: str) -> None:
+    err.print(Text(one_line(text), "dim"), soft_wrap=True)
+
+
+class Panels:
+    """A live view of several requests: each text grows in its own panel, and is printed whole at last.
+
+    While it is live, no more is drawn than the terminal holds: the end of every text, or of the first
+    unfinished ones and a line that counts the rest. However the block ends, all text made so far is printed.
     """
 
     def __init__(self, console: Console, prompts: Sequence[str], requests: Sequence[Request]):
@@ -49,10 +69,11 @@ class Panels:
         self.titles = [heading(i, len(prompts), prompt) for i, prompt in enumerate(prompts, 1)]
         self.texts = dict.fromkeys(self.requests, "")
         self.live = Live(console=console, auto_refresh=False, transient=True)
-        self.drawn = 0.0
+        self.due = 0.0
 
     def __enter__(self) -> "Panels":
         self.live.__enter__()
+        self._draw()
         return self
 
     def __exit__(
@@ -64,9 +85,14 @@ class Panels:
 
     def show(self, event: Event) -> None:
         self.texts[event.request] += printable(event.text)
-        if time.monotonic() - self.drawn >= REFRESH:
-            self.live.update(self._view(), refresh=True)
-            self.drawn = time.monotonic()
+        if time.monotonic() >= self.due:
+            self._draw()
+
+    def _draw(self) -> None:
+        began = time.monotonic()
+        self.live.update(self._view(), refresh=True)
+        now = time.monotonic()
+        self.due = now + max(REFRESH, 10 * (now - began))  # drawing long texts takes a tenth of the time at most
 
     def _view(self) -> RenderableType:
         height = self.console.height - 1
@@ -84,9 +110,8 @@ class Panels:
 
     def _end(self, text: str, n_lines: int) -> str:
         """The last lines of `text`, as they are when wrapped into a panel."""
-        width = self.console.width - 4
-        tail = Text(text[-width * n_lines :])  # no line is longer than that
-        return "\n".join(line.plain for line in tail.wrap(self.console, width)[-n_lines:])
+        lines = Text(text).wrap(self.console, self.console.width - 4)
+        return "\n".join(line.plain for line in lines[-n_lines:])
 
     def _panel(self, request: Request, text: str) -> Panel:
         state = f"{request.n_output} tokens"

