@@ -103,7 +103,7 @@ def context(batch: Batch, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # Reading one slot too many costs about 28 ns a layer, one more rectangle about 90 us (a 2-core EPYC): a rectangle
-# is worth splitting when that saves more than this many slots.
+# is split where it would read more than this many slots for nothing.
 SPLIT = 3000
 
 
@@ -127,14 +127,14 @@ def groups(batch: Batch, table: Tensor) -> list[Group]:
     singles = sorted((i for i, c in enumerate(batch.chunks) if c.n == 1), key=lambda i: batch.chunks[i].kv_len)
     members: list[list[int]] = [[i] for i, chunk in enumerate(batch.chunks) if chunk.n > 1]
     open_group: list[int] = []
-    longest = 0  # context in the group that is being filled
+    filled = 0  # slots in use in the group that is being filled
     for i in singles:
         kv_len = batch.chunks[i].kv_len
-        if not open_group or len(open_group) * (kv_len - longest) > SPLIT:
-            open_group = []
+        if not open_group or len(open_group) * kv_len - filled > SPLIT:
+            open_group, filled = [], 0
             members.append(open_group)
         open_group.append(i)
-        longest = kv_len
+        filled += kv_len
     return [_group(batch, table, [batch.chunks[i] for i in ids], [first[i] for i in ids]) for ids in members]
 
 

@@ -5,6 +5,7 @@ Sizes:  d_model  width of the residual stream      L = n_layers
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,6 @@ class Config:
         kind = raw.get("model_type")
         if kind not in ARCHITECTURES:
             raise WeightsError(f"config.json: model_type {kind!r} is not implemented (known: {ARCHITECTURES})")
-        _refuse_what_is_not_implemented(raw, kind)
 
         def need(name: str) -> int:
             value = raw.get(name)
@@ -87,6 +87,8 @@ class Config:
             return value
 
         n_heads, d_model = need("num_attention_heads"), need("hidden_size")
+        context = need("max_position_embeddings")
+        _refuse_what_is_not_implemented(raw, kind, context)
         if raw.get("head_dim") is None and (n_heads < 1 or d_model % n_heads):
             raise WeightsError(f"config.json: no head_dim, and {n_heads} heads do not divide hidden_size {d_model}")
         rope_theta, rope_scaling = _rope(raw)
@@ -101,9 +103,9 @@ class Config:
             d_ff=need("intermediate_size"),
             norm_eps=_positive(raw, "rms_norm_eps"),
             rope_theta=rope_theta,
-            context=need("max_position_embeddings"),
+            context=context,
             rope_scaling=rope_scaling,
-            tied=bool(raw.get("tie_word_embeddings", False)),
+            tied=bool(_optional(raw, "tie_word_embeddings", bool)),
             # Qwen2 always has a bias on q, k and v, though its files do not say so
             qkv_bias=kind == "qwen2",
             qk_norm=kind == "qwen3",
@@ -116,7 +118,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WeightsError(f"{path}: no such file; a model folder holds config.json and *.safetensors") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise WeightsError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: holds a {type(value).__name__}; it must be a JSON object")
@@ -125,12 +127,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _positive(raw: dict[str, Any], name: str) -> float:
     value = raw.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise WeightsError(f"config.json: {name} is {value!r}; it must be a number above 0")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise WeightsError(f"config.json: {name} is {value!r}; it must be a finite number above 0")
     return float(value)
 
 
-def _refuse_what_is_not_implemented(raw: dict[str, Any], kind: str) -> None:
+def _optional(raw: dict[str, Any], name: str, kind: type) -> Any:
+    """The entry, or None where it is absent or null."""
+    value = raw.get(name)
+    if value is not None and type(value) is not kind:
+        raise WeightsError(f"config.json: {name} is {value!r}; it must be of type {kind.__name__}, or null")
+    return value
+
+
+def _refuse_what_is_not_implemented(raw: dict[str, Any], kind: str, context: int) -> None:
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise WeightsError(f"config.json: hidden_act {act!r} is not implemented (only silu)")
@@ -140,22 +150,29 @@ def _refuse_what_is_not_implemented(raw: dict[str, Any], kind: str) -> None:
         # Qwen2's own q, k, v bias is not announced by this flag; a bias on the output projection is
         if raw.get(name):
             raise WeightsError(f"config.json: {name} is true, which is not implemented")
-    if raw.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
-        raise WeightsError(f"config.json: partial_rotary_factor {raw['partial_rotary_factor']} is not implemented")
+    for source in (raw, _optional(raw, "rope_parameters", dict) or {}):
+        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise WeightsError(
+                f"config.json: partial_rotary_factor {source['partial_rotary_factor']!r} is not implemented"
+            )
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise WeightsError(f"config.json: pretraining_tp {raw['pretraining_tp']} is not implemented (only 1)")
-    window = raw.get("sliding_window")
+    window = _optional(raw, "sliding_window", int)
     # Qwen writes a window into every file and switches it on elsewhere; Mistral v0.1's is simply on.
     switched_on = raw.get("use_sliding_window", False) if kind.startswith("qwen") else window is not None
-    if switched_on and window is not None and window < raw.get("max_position_embeddings", 0):
+    if switched_on and window is not None and window < context:
         raise WeightsError(f"config.json: sliding_window {window} is active, which is not implemented")
-    if "sliding_attention" in (raw.get("layer_types") or ()):
-        raise WeightsError("config.json: layer_types holds 'sliding_attention', which is not implemented")
+    for layer_type in _optional(raw, "layer_types", list) or []:
+        if layer_type != "full_attention":
+            raise WeightsError(f"config.json: layer_types holds {layer_type!r}, which is not implemented")
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Old files: `rope_theta` beside `rope_scaling`. Since transformers 5: one dict, `rope_parameters`, which wins."""
-    parameters = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    sources = [_optional(raw, name, dict) or {} for name in ("rope_scaling", "rope_parameters")]
+    parameters = sources[0] | sources[1]
+    if nested := [name for name, value in parameters.items() if isinstance(value, dict)]:
+        raise WeightsError(f"config.json: rope_parameters for {nested[0]!r} alone are not implemented")
     theta = parameters.get("rope_theta", raw.get("rope_theta"))
     theta = 10000.0 if theta is None else _positive({"rope_theta": theta}, "rope_theta")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -163,10 +180,13 @@ def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, None
     if kind != "llama3":
         raise WeightsError(f"config.json: rope_type {kind!r} is not implemented (known: default, llama3)")
+    low, high = _positive(parameters, "low_freq_factor"), _positive(parameters, "high_freq_factor")
+    if high <= low:
+        raise WeightsError(f"config.json: high_freq_factor is {high}; it must be above low_freq_factor, {low}")
     return theta, RopeScaling(
         factor=_positive(parameters, "factor"),
-        low_freq_factor=_positive(parameters, "low_freq_factor"),
-        high_freq_factor=_positive(parameters, "high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_context=int(_positive(parameters, "original_max_position_embeddings")),
     )
 
@@ -179,5 +199,8 @@ def _eos(raw: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> tu
         ids += value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise WeightsError(f"config.json: eos_token_id {token!r} is outside the vocabulary of {vocab_size}")
+            raise WeightsError(
+                f"config.json: eos_token_id {token!r} (here or in generation_config.json) is outside the "
+                f"vocabulary of {vocab_size}"
+            )
     return tuple(dict.fromkeys(ids))

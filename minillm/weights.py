@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from minillm.config import Config
 from minillm.device import pick_device, pick_dtype
@@ -32,6 +32,7 @@ LAYER = {
     "mlp.gate_up.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
     "mlp.down.weight": ["mlp.down_proj.weight"],
 }
+DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names for numbers that need no scale beside them
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
 
 
@@ -60,7 +61,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama
             value = torch.empty(parameter.shape, dtype=dtype, device=device)
             row = 0
             for source in sources:
-                part = read(tensors[source], source)
+                part = tensors[source].get_tensor(source)
                 value[row : row + part.shape[0]].copy_(part)  # converts dtype and device on the way
                 row += part.shape[0]
             owner = model.get_submodule(name.rpartition(".")[0])
@@ -85,12 +86,16 @@ def match(folder: Path, model: Llama, config: Config, tensors: dict[str, Any]) -
     wanted = {source for sources in plan.values() for source in sources}
     # old Llama files also store the rotary frequencies, which follow from the config
     found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied and "lm_head.weight" in found:
-        found.discard("lm_head.weight")
-        if not torch.equal(*(read(tensors[n], n) for n in ("lm_head.weight", "model.embed_tokens.weight"))):
-            warnings.warn(f"{folder}: the head is tied, so lm_head.weight, which differs, is not used", stacklevel=2)
     if missing := sorted(wanted - found):
         raise WeightsError(f"{folder}: {len(missing)} tensors are missing: {', '.join(missing)}")
+    for name in sorted(found):
+        if (stored := tensors[name].get_slice(name).get_dtype()) not in DTYPES:
+            raise WeightsError(f"{folder}: {name} is stored as {stored}; quantized tensors are not implemented")
+    if config.tied and "lm_head.weight" in found:
+        found.discard("lm_head.weight")
+        twins = (tensors[name].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        if not torch.equal(*twins):
+            warnings.warn(f"{folder}: the head is tied, so lm_head.weight, which differs, is not used", stacklevel=2)
     if unexpected := sorted(found - wanted):
         raise WeightsError(f"{folder}: {len(unexpected)} tensors are not part of this model: {', '.join(unexpected)}")
     for name, sources in plan.items():
@@ -122,10 +127,14 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         try:
             where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {name: str(file) for name, file in where.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
             raise WeightsError(f"{index}: not an index of shards ({error!r}); it must hold a weight_map") from None
-        if strange := [file for file in files.values() if Path(file).name != file]:
-            raise WeightsError(f"{index}: names the file {strange[0]!r}; shards must lie in the same folder")
+        if not files:
+            raise WeightsError(f"{index}: its weight_map is empty; it must name the shard of every tensor")
+        if strange := [f for f in files.values() if Path(f).name != f or not f.endswith(".safetensors")]:
+            raise WeightsError(
+                f"{index}: names the file {strange[0]!r}; shards are *.safetensors files in the same folder"
+            )
     elif single.exists():
         files = {}
     else:
@@ -147,10 +156,3 @@ def open_one(path: Path, stack: ExitStack) -> Any:
         raise WeightsError(f"{path}: no such file") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise WeightsError(f"{path}: truncated or corrupt safetensors ({error}); fetch it again") from None
-
-
-def read(handle: Any, name: str) -> Tensor:
-    tensor: Tensor = handle.get_tensor(name)
-    if not tensor.is_floating_point():
-        raise WeightsError(f"{name} is stored as {tensor.dtype}; quantized tensors are not implemented")
-    return tensor

@@ -10,6 +10,9 @@ import torch
 from minillm.config import Config
 from minillm.model import Llama
 
+# the tests' tensors are small: more threads would only wait for each other
+torch.set_num_threads(1)
+
 hypothesis.settings.register_profile("test", deadline=None, max_examples=60, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))

@@ -210,16 +210,25 @@ def test_an_eos_outside_the_vocabulary_is_refused(tmp_path: Path, eos: Any, file
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}}, "full_attention"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},
+            "full_attention",
+        ),
         ({"model_type": "mistral", "sliding_window": 128}, "sliding_window 128"),  # Mistral-7B-v0.1
         ({"model_type": "qwen2", "sliding_window": 128, "use_sliding_window": True}, "sliding_window 128"),
-        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_attention",
+        ),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
     ],
@@ -280,8 +289,10 @@ def test_a_missing_entry_is_named(name: str) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "llama3", "default", "silu"]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["rope_type", "type", "rope_theta", "factor", "x"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["rope_type", "type", "rope_theta", "factor", "x"]), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 ENTRIES = [
@@ -292,7 +303,10 @@ ENTRIES = [
 ]
 
 
-@given(st.sampled_from(["llama", "mistral", "qwen3"]), st.dictionaries(st.sampled_from(ENTRIES), JSON, max_size=3))
+@given(
+    st.sampled_from(["llama", "mistral", "qwen3"]),
+    st.dictionaries(st.sampled_from(ENTRIES), JSON, max_size=3),
+)
 def test_any_value_is_read_or_refused_in_one_line(kind: str, entries: dict[str, Any]) -> None:
     try:
         config = Config.from_dict(LLAMA | {"model_type": kind} | entries)
@@ -306,7 +320,8 @@ def test_any_value_is_read_or_refused_in_one_line(kind: str, entries: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1, 2]", b'"llama"', b"null", b"\xff\xfe", b'\xef\xbb\xbf{"a": 1}', b"[" * 100_000]
+    "content",
+    [b"", b"{", b"[1, 2]", b'"llama"', b"null", b"\xff\xfe", b'\xef\xbb\xbf{"a": 1}', b"[" * 100_000],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes, name: str) -> None:
