@@ -83,7 +83,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        """Whether another `step` would bring anything."""
+        return self.scheduler.busy or bool(self._inbox)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Queues a prompt. Raises InputError, and queues nothing, for one that can never be served."""
@@ -96,19 +97,23 @@ class Engine:
         """Queues a request made by `make_request`."""
         if request.most_slots > self.max_len:
             raise InputError(f"the request may need {request.most_slots} slots, but there are {self.max_len} for each")
+        if request.id in self._requests or request.finish_reason is not None:
+            raise InputError(f"request {request.id} was submitted before; make a new one for each text")
         self._requests[request.id] = request
         self.scheduler.waiting.append(request)
 
     def step(self) -> list[Event]:
-        """One forward pass over whatever the scheduler chose; an event for each token sampled."""
-        events, self._inbox = self._inbox, []
+        """One forward pass over whatever the scheduler chose; an event for each token sampled.
+
+        If the model raises, no token is lost: the next step plans the same again.
+        """
         plan = self.scheduler.schedule()
-        if not plan:
-            return events
-        batch = pack(plan, self.pool)
-        hidden = self.model(batch.tokens, batch.positions, self.attend(self.pool, batch))  # [T, d]
-        sampled = sample(self.model.logits(hidden[batch.last]), batch.samples) if batch.samples else []
-        events += self.scheduler.update(plan, dict(zip(batch.samples, sampled, strict=True)))
+        if plan:
+            batch = pack(plan, self.pool)
+            hidden = self.model(batch.tokens, batch.positions, self.attend(self.pool, batch))  # [T, d]
+            sampled = sample(self.model.logits(hidden[batch.last]), batch.samples) if batch.samples else []
+            self._inbox += self.scheduler.update(plan, dict(zip(batch.samples, sampled, strict=True)))
+        events, self._inbox = self._inbox, []
         for event in events:
             if event.finish_reason is not None:
                 self._requests.pop(event.request.id, None)
@@ -117,22 +122,25 @@ class Engine:
     def abort(self, request_id: int) -> Event | None:
         """Ends a request in any state and frees what it held; None if it is unknown or had already ended."""
         request = self._requests.pop(request_id, None)
-        return self.scheduler.abort(request) if request else None
+        if request is None:
+            return None
+        self._inbox = [event for event in self._inbox if event.request is not request]  # no token after the abort
+        return self.scheduler.abort(request)
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[Event]:
-        """Events of all prompts as they happen. Leaving the loop early aborts what is unfinished."""
-        requests = self._add_all(prompts, params)
-        return self._drain(requests)
+        """Events of all prompts as they happen. Bad input raises at once; the prompts are queued when the loop
+        begins, and leaving it early aborts what is unfinished."""
+        return self._run(self._make_all(prompts, params))
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Output]:
         """Finished texts, in the order of the prompts. `params` is one for all, or one for each."""
-        requests = self._add_all(prompts, params)
+        requests = self._make_all(prompts, params)
         outputs = {request: Output(request.prompt) for request in requests}
-        for event in self._drain(requests):
+        for event in self._run(requests):
             output = outputs[event.request]
             output.text += event.text
             output.finish_reason = event.finish_reason
@@ -142,7 +150,7 @@ class Engine:
                 output.logprobs.append(event.logprobs)
         return list(outputs.values())
 
-    def _add_all(
+    def _make_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         """All or none: every prompt is checked before the first is queued."""
@@ -152,21 +160,22 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InputError(f"there are {len(prompts)} prompts, but {len(params)} sampling params")
-        requests = [
+        return [
             make_request(prompt, p, self.model.config, self.tokenizer, self.max_len)
             for prompt, p in zip(prompts, params, strict=True)
         ]
-        for request in requests:
-            self.submit(request)
-        return requests
 
-    def _drain(self, requests: Sequence[Request]) -> Iterator[Event]:
+    def _run(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Steps until these have ended and all their events were read; others' events wait in the inbox."""
         mine = set(requests)
         try:
-            while any(request.finish_reason is None for request in mine):
+            for request in requests:
+                self.submit(request)
+            while any(r.finish_reason is None for r in mine) or any(e.request in mine for e in self._inbox):
                 events = self.step()
                 self._inbox += [event for event in events if event.request not in mine]
                 yield from (event for event in events if event.request in mine)
         finally:
             for request in mine:
                 self.abort(request.id)
+            self._inbox = [event for event in self._inbox if event.request not in mine]

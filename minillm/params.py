@@ -1,7 +1,8 @@
 """How to choose tokens and when to stop: what a user asks for, checked when it is written down."""
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minillm.errors import InputError
@@ -35,6 +36,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind, right in (
+            ("stop", Iterable, "a string or a list of strings"),
+            ("stop_token_ids", Iterable, "a list of token ids"),
+            ("logit_bias", Mapping, "a mapping from token ids to numbers"),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise InputError(f"{name} is {value!r}; it must be {right}")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for name, least, most in (
             ("max_tokens", 1, math.inf),
@@ -57,15 +65,19 @@ class SamplingParams:
             ("frequency_penalty", -math.inf, math.inf),
         ):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             open_below = name in ("top_p", "repetition_penalty")
-            if not number or not low <= value <= high or (open_below and value == 0):
+            if not _is_number(value) or not low <= value <= high or (open_below and value == 0):
                 raise InputError(f"{name} is {value!r}; it must be a number {_range(low, high, open_below)}")
         if len(self.stop) > MOST_STOPS or not all(isinstance(s, str) and s for s in self.stop):
             raise InputError(f"stop is {self.stop!r}; it must be at most {MOST_STOPS} strings, none of them empty")
         for token, bias in self.logit_bias.items():
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+            if not _is_number(bias):
                 raise InputError(f"logit_bias of token {token!r} is {bias!r}; it must be a finite number")
+
+
+def _is_number(value: object) -> bool:
+    """Neither NaN nor infinite, nor a whole number too large for a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _range(least: float, most: float, open_below: bool = False) -> str:

@@ -155,8 +155,10 @@ def make_request(
         if tokenizer is None:
             raise InputError("the prompt is text, but no tokenizer was given; pass token ids")
         ids = tokenizer.encode(prompt)
-    else:
+    elif isinstance(prompt, Iterable):
         ids = list(prompt)
+    else:
+        raise InputError(f"the prompt is {prompt!r}; it must be text or a list of token ids")
     if not ids:
         raise InputError("the prompt is empty; it must hold at least one token")
     _check_ids("prompt", ids, config.vocab_size)

@@ -48,7 +48,7 @@ def adjust(row: Tensor, request: Request) -> None:
         row[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
     if request.output and (p.presence_penalty or p.frequency_penalty):  # on the output alone
         seen, times = torch.tensor(request.output, device=row.device).unique(return_counts=True)
-        row[seen] -= p.presence_penalty + p.frequency_penalty * times
+        row[seen] -= p.presence_penalty + p.frequency_penalty * times.to(row.dtype)
     for token, bias in p.logit_bias.items():
         row[token] += bias
     if request.n_output < p.min_tokens and request.stop_ids:
@@ -58,8 +58,10 @@ def adjust(row: Tensor, request: Request) -> None:
 def draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """One draw for each row: filters the probabilities, then inverts their running sum at u. [R, V] -> tokens [R]"""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    tiny = torch.finfo(wide.dtype).tiny
-    temperature = torch.tensor([max(r.params.temperature, tiny) for r in requests], dtype=wide.dtype)  # [R]
+    info = torch.finfo(wide.dtype)  # an infinite temperature would make NaN of a banned token's -inf
+    temperature = torch.tensor(
+        [min(max(r.params.temperature, info.tiny), info.max) for r in requests], dtype=wide.dtype
+    )  # [R]
     # the maximum first: however small the temperature, nothing overflows, and the best token keeps weight 1
     wide = wide - wide.amax(-1, keepdim=True)
     weights = (wide / temperature.to(wide.device)[:, None]).exp()  # [R, V]

@@ -58,6 +58,8 @@ class Scheduler:
         """After the step: what was planned is computed, sampled tokens are accepted, finished requests leave."""
         events = []
         for request, n in plan:
+            if request.finish_reason is not None:  # aborted while the step ran
+                continue
             request.computed += n
             if request in sampled:
                 events.append(request.accept(*sampled[request]))

@@ -29,9 +29,7 @@ TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(chr(ord("!") + i) for
 def permute(rows: Tensor, heads: int) -> Tensor:
     """What llama.cpp's converter does to q and k, row by row: (i, i + D/2) of a head become neighbours."""
     d = rows.shape[0] // heads
-    order = [
-        head * d + half * (d // 2) + i for head in range(heads) for i in range(d // 2) for half in (0, 1)
-    ]
+    order = [head * d + half * (d // 2) + i for head in range(heads) for i in range(d // 2) for half in (0, 1)]
     return rows[order]
 
 
@@ -54,9 +52,7 @@ def hf_tensors() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator).bfloat16().float() for name, shape in shapes}
 
 
-def write_gguf(
-    path: Path, architecture: str = "llama", skip: str = "", extra: str = "", wide: str = ""
-) -> Path:
+def write_gguf(path: Path, architecture: str = "llama", skip: str = "", extra: str = "", wide: str = "") -> Path:
     """A tiny F32 GGUF file of `hf_tensors()`; optionally one tensor less, one more, or one too wide."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
@@ -172,9 +168,7 @@ def test_converted_folder_holds_every_tensor_and_the_config(tmp_path: Path) -> N
     config = json.loads((folder / "config.json").read_text())
     assert config["rms_norm_eps"] == 1e-5 and config["rope_theta"] == 100000.0
     assert (config["head_dim"], config["tie_word_embeddings"], config["eos_token_id"]) == (D, True, 2)
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, (
-        "one file is more private than the rest"
-    )
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "one file is more private than the rest"
 
 
 def test_transformers_opens_the_converted_folder(tmp_path: Path) -> None:
@@ -280,9 +274,7 @@ def test_download_goes_through_pip_without_dependencies(root: Path, monkeypatch:
 
 def test_without_network_the_error_says_what_to_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = "WARNING: Retrying\nERROR: No matching distribution found for tiny-package==1.0\n"
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, None, refused)
-    )
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, None, refused))
     with pytest.raises(InputError) as caught:
         fetch.fetch("tiny")
     message = str(caught.value)
@@ -419,10 +411,7 @@ def test_manifest_of_this_repository_is_complete(monkeypatch: pytest.MonkeyPatch
 
 def test_real_weights_have_the_parameters_that_the_manifest_states(real_weights: Path) -> None:
     entry = fetch.manifest()[real_weights.name]
-    assert (
-        sum(tensor.numel() for tensor in load_file(real_weights / "model.safetensors").values())
-        == entry.parameters
-    )
+    assert sum(tensor.numel() for tensor in load_file(real_weights / "model.safetensors").values()) == entry.parameters
     assert sum(path.stat().st_size for path in real_weights.iterdir()) == entry.folder_bytes
 
 
@@ -453,9 +442,7 @@ def test_hub_download_appears_complete_or_not_at_all(root: Path, monkeypatch: py
     assert leftovers(root) == {"owner"} and not (root / "owner" / "name" / ".cache").exists()
 
 
-@pytest.mark.parametrize(
-    "repo", ["", "name", "a/b/c", "../x", "owner/..", "https://huggingface.co/a/b", "a b/c"]
-)
+@pytest.mark.parametrize("repo", ["", "name", "a/b/c", "../x", "owner/..", "https://huggingface.co/a/b", "a b/c"])
 def test_malformed_hub_names_are_refused_before_any_network(root: Path, repo: str) -> None:
     with pytest.raises(InputError, match="OWNER/NAME"):
         fetch.fetch_hub(repo)

@@ -30,7 +30,7 @@ def generate(model: Llama, requests: Iterable[Request], max_running: int = 8) ->
         starts = [request.computed if request else 0 for request in rows]
         tokens, positions, last = rectangle(new, starts, size, model.device)  # [B, T], [B, T], [B]
         hidden = model(tokens, positions, CachedAttend(cache, positions))  # [B, T, d]
-        hidden = hidden[torch.arange(len(rows)), last][list(live)]  # [live, d]
+        hidden = hidden[torch.arange(len(rows), device=model.device), last][list(live)]  # [live, d]
         sampled = sample(model.logits(hidden), list(live.values()))
         for (b, request), (token, logprobs) in zip(live.items(), sampled, strict=True):
             request.computed += len(new[b])

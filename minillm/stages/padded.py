@@ -26,7 +26,7 @@ def run(model: Llama, rows: list[Request]) -> Iterator[Event]:
         starts = [request.computed for request in rows]
         tokens, positions, last = rectangle(new, starts, size, model.device)  # [B, T], [B, T], [B]
         hidden = model(tokens, positions, CachedAttend(cache, positions))  # [B, T, d]
-        hidden = hidden[torch.arange(len(rows)), last][list(live)]  # [live, d]
+        hidden = hidden[torch.arange(len(rows), device=model.device), last][list(live)]  # [live, d]
         sampled = sample(model.logits(hidden), list(live.values()))
         for (b, request), (token, logprobs) in zip(live.items(), sampled, strict=True):
             request.computed += len(new[b])

@@ -1,0 +1,253 @@
+"""A benchmark's result for people (tables, a plot) and for programs (JSON)."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from minillm.bench.ladder import Result, Row
+from minillm.bench.metrics import DEFINITIONS
+from minillm.errors import InputError
+
+SCHEMA = 1  # of the JSON file; goes up when an entry changes its meaning or goes away
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises InputError for a file that could not be written later, when the measuring is done."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: there is no folder {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{path} cannot be written; choose another place")
+
+
+# ---- tables
+
+
+def show(result: Result, console: Console) -> None:
+    """Whether the texts are right, then what they took, then the times."""
+    m, c = result.model, result.ceilings
+    console.print()
+    title = f"{m['name']} ({m['weights']} weights), {m['dtype']} on {device_name(result)}"
+    console.print(Text(title, style="bold"))
+    for key, s in result.sets.items():
+        lengths = f"{s['shortest_prompt']} to {s['longest_prompt']} tokens ({s['prompt_tokens']:,} in all)"
+        console.print(Text(f"{key} set: {s['requests']} prompts of {lengths}, {s['output_tokens']:,} output tokens"))
+    console.print(work_table(result.rows), speed_table(result.rows), latency_table(result.rows))
+    if result.claims:
+        console.print(claims_table(result))
+    rounds = max(len(row.rounds) for row in result.rows)
+    for note in [
+        "Ceiling: each step takes the longer of reading its weights, K and V "
+        f"at {c.bytes_per_s / 1e9:,.0f} GB/s and multiplying at {c.flops_per_s / 1e9:,.0f} GFLOP/s, "
+        "both measured in this run.",
+        *result.notes,
+        *(f"{row.stage}: {flag}" for row in result.rows for flag in row.flags),
+        f"{rounds} timed rounds; {result.seconds:.0f} s in all.",
+    ]:
+        console.print(Text(note, style="dim"))
+
+
+def new_table(title: str, caption: str, columns: Sequence[str]) -> Table:
+    table = Table(
+        title=title,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    return table
+
+
+def label(row: Row) -> str:
+    """A star for those not measured on the main set."""
+    return row.stage if row.request_set == "main" else f"{row.stage} *"
+
+
+def work_table(rows: Sequence[Row]) -> Table:
+    table = new_table(
+        "Is it the naive model's text, and what did it take?",
+        "excused: not the naive model's best token, but as good within rounding. wasted: pads, rows that "
+        "had ended, tokens computed again. KV: most bytes held, and most that were needed.",
+        ("stage", "checked", "excused", "text", "pushed", "wasted", "scores", "KV held", "needed"),
+    )
+    for row in rows:
+        table.add_row(
+            label(row),
+            f"{row.positions_checked:,}",
+            f"{row.share_excused:.1%}",
+            Text("void", style="red") if row.void else Text("ok", style="green"),
+            f"{row.tokens_pushed:,}",
+            f"{row.tokens_wasted / row.tokens_pushed:.0%}",
+            si(row.attention_scores),
+            f"{row.peak_kv_reserved_bytes / 1e6:,.1f} MB",
+            f"{row.peak_kv_stored_bytes / 1e6:,.1f} MB",
+        )
+    return table
+
+
+def speed_table(rows: Sequence[Row]) -> Table:
+    void = "".join(f" {row.stage} is void: {row.void}." for row in rows if row.void)
+    table = new_table(
+        "Tokens per second of the whole run",
+        "output: median, slowest and fastest round. ceiling: what this machine could do at most for the work "
+        "of the stage, pads and all, and the share reached. * on the small set; its ratio to the next stage "
+        f"is taken there.{void}",
+        ("stage", "output", "rounds", "x before", "x first", "ceiling", "reached"),
+    )
+    for row in rows:
+        if row.void:
+            table.add_row(label(row), Text("void", style="red"))
+            continue
+        table.add_row(
+            label(row),
+            Text(f"{row.output_throughput:,.1f}", style="bold"),
+            f"{row.output_throughput_min:,.0f}-{row.output_throughput_max:,.0f}",
+            times(row.ratio_before),
+            times(row.ratio_first),
+            f"{row.ceiling_throughput:,.0f}",
+            f"{row.ceiling_share:.0%}",
+        )
+    return table
+
+
+def latency_table(rows: Sequence[Row]) -> Table:
+    table = new_table(
+        "By kind of token, and latency (all requests at time 0)",
+        "/s: tokens per second. ttft: to the first token, queueing included. tpot: a request's mean time per "
+        "further token. itl: gaps between tokens. e2el: to the last token. Medians, and p95.",
+        ("stage", "prompt/s", "total/s", "wall s", "ttft s", "tpot ms", "p95", "itl ms", "p95", "e2el s"),
+    )
+    for row in rows:
+        if row.void:
+            table.add_row(label(row), Text("void", style="red"))
+            continue
+        table.add_row(
+            label(row),
+            f"{row.prompt_throughput:,.0f}",
+            f"{row.total_token_throughput:,.0f}",
+            f"{row.wall:.2f}",
+            f"{row.ttft_median:.2f}",
+            f"{row.tpot_median * 1e3:.1f}",
+            f"{row.tpot_p95 * 1e3:.1f}",
+            f"{row.itl_median * 1e3:.1f}",
+            f"{row.itl_p95 * 1e3:.1f}",
+            f"{row.e2el_median:.2f}",
+        )
+    return table
+
+
+def claims_table(result: Result) -> Table:
+    table = new_table("Claims", "", ("claim", "target", "measured", "met", "detail"))
+    for i in (0, 4):
+        table.columns[i].no_wrap, table.columns[i].justify, table.columns[i].ratio = False, "left", 1
+    verdicts = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("-")}
+    for claim in result.claims:
+        table.add_row(claim.claim, claim.target, times(claim.measured), verdicts[claim.met], claim.detail)
+    return table
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f} x" if ratio < 10 else f"{ratio:.1f} x"
+
+
+def si(count: float) -> str:
+    """Three digits and a letter: 1.23 G."""
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            return f"{count / factor:.3g} {letter}"
+    return f"{count:g}"
+
+
+def device_name(result: Result) -> str:
+    facts = result.about["machine"]
+    return str(facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}")
+
+
+# ---- files
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Everything, with the definitions of the metrics beside them."""
+    return {"schema": SCHEMA, "metrics": DEFINITIONS, "alt_text": alt_text(result), **asdict(result)}
+
+
+def save(result: Result, json_path: Path | None, plot_path: Path | None, console: Console) -> None:
+    if plot_path is not None:
+        plot(result).savefig(plot_path, dpi=150)
+        console.print(Text(f"Plot: {plot_path}"))
+    if json_path is not None:
+        json_path.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        console.print(Text(f"JSON: {json_path}"))
+
+
+def alt_text(result: Result) -> str:
+    """The plot in words, for those who do not see it."""
+    rows = result.rows
+    speeds = ", ".join(f"{r.stage} {'void' if r.void else f'{r.output_throughput:.1f}'}" for r in rows)
+    work = ", ".join(f"{r.stage} {r.tokens_pushed / r.tokens_useful:.2f}" for r in rows)
+    return (
+        f"Two bar charts of {result.model['name']} in {result.model['dtype']} on {device_name(result)}. "
+        f"Left, output tokens per second: {speeds}. "
+        f"Right, tokens pushed through the model for each one needed: {work}."
+    )
+
+
+def plot(result: Result) -> Figure:
+    """Left: how fast each stage is. Right: what it pushed through the model for each token that was needed.
+
+    Readable without colour: greys and hatches, and a number at every bar.
+    """
+    rows = result.rows
+    figure = Figure(figsize=(11, 1.8 + 0.48 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{result.model['name']}, {result.model['dtype']}, {device_name(result)}", fontsize=12)
+    speed, work = figure.subplots(1, 2)
+    at = range(len(rows))
+
+    speeds = [0.0 if row.void else row.output_throughput for row in rows]
+    below = [0.0 if row.void else row.output_throughput - row.output_throughput_min for row in rows]
+    above = [0.0 if row.void else row.output_throughput_max - row.output_throughput for row in rows]
+    speed.barh(at, speeds, xerr=(below, above), color="0.6", edgecolor="black", error_kw={"capsize": 3})
+    for i, row in enumerate(rows):
+        ratio = "" if row.ratio_before is None else f"  ({times(row.ratio_before)} the one before)"
+        words = "void" if row.void else f"{row.output_throughput:.1f}{ratio}"
+        speed.text(speeds[i] + above[i], i, f"  {words}", va="center", fontsize=9)
+    speed.set_xlim(0, 1.8 * max(*speeds, 1e-9))
+    speed.set_xlabel("output tokens per second: median and range of the rounds")
+    speed.set_title("How fast", loc="left")
+
+    pushed = [row.tokens_pushed / row.tokens_useful for row in rows]
+    extra = [p - 1 for p in pushed]
+    work.barh(at, [1] * len(rows), color="0.75", edgecolor="black", label="needed")
+    work.barh(at, extra, left=1, color="white", edgecolor="black", hatch="////", label="pads and computed again")
+    for i, value in enumerate(pushed):
+        work.text(value, i, f"  {value:.2f}", va="center", fontsize=9)
+    work.set_xlim(0, 1.2 * max(pushed))
+    work.set_xlabel("tokens pushed through the model for each one needed")
+    work.set_title("How much work", loc="left")
+    work.legend(loc="lower right", frameon=False)
+
+    for axes in (speed, work):
+        axes.set_yticks(at, [label(row) for row in rows])
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    if any(row.request_set == "small" for row in rows):
+        figure.supxlabel("* on the small set of requests; its ratio to the next stage is taken there", fontsize=9)
+    return figure
