@@ -16,6 +16,7 @@ from minillm.request import Request
 
 def line(new: Sequence[int], start: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """One sequence: its new tokens and their positions from `start` on, [T] each."""
+    assert new, "a step needs at least one token"
     return torch.tensor(new, device=device), torch.arange(start, start + len(new), device=device)
 
 

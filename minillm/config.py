@@ -158,6 +158,8 @@ def _refuse_what_is_not_implemented(raw: dict[str, Any], kind: str, context: int
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise WeightsError(f"config.json: pretraining_tp {raw['pretraining_tp']} is not implemented (only 1)")
     window = _optional(raw, "sliding_window", int)
+    if kind == "mistral" and "sliding_window" not in raw:
+        window = 4096  # what the format means by leaving it out
     # Qwen writes a window into every file and switches it on elsewhere; Mistral v0.1's is simply on.
     switched_on = raw.get("use_sliding_window", False) if kind.startswith("qwen") else window is not None
     if switched_on and window is not None and window < context:

@@ -16,7 +16,7 @@ class SamplingParams:
 
     Repetition penalty counts prompt and output, presence and frequency penalty the output alone (as OpenAI and
     vLLM define them). The end-of-text ids and `stop_token_ids` are kept in `token_ids`; a stop string is cut off.
-    Before `min_tokens` nothing stops a text.
+    Before `min_tokens` nothing stops a text, and a stop string that begins there is ordinary text.
     """
 
     max_tokens: int = 256

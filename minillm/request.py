@@ -199,7 +199,9 @@ class Arrivals:
 
     def take(self, most: int, wait: bool = True) -> list[Request]:
         """At most that many, in order. With `wait`, sleeps until there is one; empty then means that none is left."""
-        if wait and most and self._waiting:
+        if wait and most < 1:
+            raise InputError(f"max_running is {most}; it must be at least 1")
+        if wait and self._waiting:
             time.sleep(max(0.0, self._start + self._waiting[0].arrival - time.monotonic()))
         now = time.monotonic() - self._start
         taken: list[Request] = []

@@ -51,10 +51,12 @@ def load(path_or_name: str | Path, device: str = "auto", dtype: str = "auto") ->
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     config = Config.from_folder(folder)
-    with torch.device("meta"):
-        model = Llama(config)
     with ExitStack() as stack:
         tensors = open_tensors(folder, stack)
+        if config.n_layers > len(tensors):  # before so many layers are built
+            raise WeightsError(f"{folder}: config.json asks for {config.n_layers} layers of {len(tensors)} tensors")
+        with torch.device("meta"):
+            model = Llama(config)
         plan = match(folder, model, config, tensors)
         for name, sources in plan.items():
             parameter = model.get_parameter(name)

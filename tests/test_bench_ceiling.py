@@ -57,3 +57,7 @@ def test_the_fastest_of_several_counts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
     assert ceiling.fastest(lambda: calls.append(1), torch.device("cpu"), 9.0) == 1.0
     assert len(calls) == 4  # and one to warm up
+
+
+def test_the_better_of_two_measurements_counts():
+    assert Ceilings(1.0, 5.0, 2.0).best(Ceilings(3.0, 4.0, 1.0)) == Ceilings(3.0, 5.0, 2.0)

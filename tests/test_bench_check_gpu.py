@@ -10,7 +10,8 @@ from rich.console import Console
 
 from minillm.bench import check_gpu
 from minillm.bench.check_gpu import SMOLLM2_135M, random_model
-from minillm.bench.ladder import PRESETS, measure, random_workload
+from minillm.bench.ladder import measure
+from minillm.bench.workload import PRESETS, random_workload
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -11,9 +11,11 @@ from conftest import TINY
 from rich.console import Console
 
 from minillm import attention
-from minillm.bench import claims, ladder, live, peers, report, run_command
+from minillm.bench import claims, ladder, live, peers, report, run_command, workload
 from minillm.bench.harness import Job, run
-from minillm.bench.ladder import PRESETS, Result, measure, pick_preset, pick_stages, random_workload, sets_of
+from minillm.bench.ladder import Result, measure, pick_stages, sets_of
+from minillm.bench.verify import Verifier
+from minillm.bench.workload import PRESETS, pick_preset, random_workload
 from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.stages import STAGES
@@ -69,7 +71,7 @@ def test_real_prompts_become_two_sets(real_weights: Path):
 
     tokenizer = Tokenizer.from_pretrained(real_weights)
     for preset in PRESETS.values():
-        work = ladder.real_workload(tokenizer, preset, Config.from_folder(real_weights))
+        work = workload.real_workload(tokenizer, preset, Config.from_folder(real_weights))
         small, main = work.sets["small"], work.sets["main"]
         assert (len(small), len(main)) == (preset.small, preset.main)
         assert len(main) > preset.max_running  # or nobody would ever wait for a place
@@ -84,10 +86,10 @@ def test_a_short_context_admits_fewer_prompts(real_weights: Path):
     from minillm.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_pretrained(real_weights)
-    work = ladder.real_workload(tokenizer, SHORT, dataclasses.replace(TINY, vocab_size=49152, context=60))
+    work = workload.real_workload(tokenizer, SHORT, dataclasses.replace(TINY, vocab_size=49152, context=60))
     assert all(len(job.prompt) + job.max_tokens <= 60 for jobs in work.sets.values() for job in jobs)
     with pytest.raises(InputError, match="context is 20"):
-        ladder.real_workload(tokenizer, SHORT, dataclasses.replace(TINY, vocab_size=49152, context=20))
+        workload.real_workload(tokenizer, SHORT, dataclasses.replace(TINY, vocab_size=49152, context=20))
 
 
 def test_lengths_are_where_the_model_ends_a_text(tiny: Llama):
@@ -173,7 +175,7 @@ def test_the_tables_say_whether_it_is_right_before_how_fast(result: Result):
     text = written(console)
     correct, fast = text.index("Is it the naive model's text"), text.index("Tokens per second")
     assert correct < fast < text.index("latency")
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text  # nothing is cut off
     for stage in STAGES:
         assert text.count(f"\n {stage}") >= 3
     assert "small set" in text and "main set" in text
@@ -197,7 +199,9 @@ def test_json_holds_everything_and_comes_back(result: Result, tmp_path: Path):
     )
     assert found["preset"]["max_running"] == 2
     rows = {row["stage"]: row for row in found["rows"]}
-    assert rows["padded"]["tokens_pushed"] > rows["ragged"]["tokens_pushed"] == rows["ragged"]["tokens_useful"]
+    assert (
+        rows["padded"]["tokens_pushed"] > rows["ragged"]["tokens_pushed"] == rows["ragged"]["tokens_useful"]
+    )
     assert len(rows["naive"]["rounds"]) == 2 and rows["naive"]["rounds"][0]["tpot"]["p95"] > 0
     assert all(stage in found["alt_text"] for stage in STAGES)
 
@@ -216,7 +220,9 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(tm
     with pytest.raises(InputError, match="there is no folder"):
         report.check_writable(tmp_path / "nowhere" / "out.json")
     with pytest.raises(InputError, match="there is no folder"):
-        run_command(None, "quick", "no such model", "cpu", "auto", tmp_path / "x" / "y", None, False, silent())
+        run_command(
+            None, "quick", "no such model", "cpu", "auto", tmp_path / "x" / "y", None, False, silent()
+        )
 
 
 # ---- the texts as they come
@@ -247,7 +253,7 @@ def test_texts_are_shown_and_cannot_touch_the_terminal(tiny: Llama):
     assert "\x1b" not in text and "\\x1b[2J" in text and "[bold]" in text
     assert "A" <= text[text.index("\n") + 5] <= "\x7f"
     again = live.watch(tiny, "continuous", jobs, questions, {}, Letters(), console, first)
-    assert "the same 2 texts as cached, all 80 tokens" in written(console)
+    assert "the same text as cached's, token for token (80 tokens)" in written(console)
     other = dataclasses.replace(again, outputs=[again.outputs[0], [*again.outputs[1][:5], 0, 0]])
     assert "text 2 leaves cached's at token 6" in live.same_text(other, first).plain
 
@@ -258,7 +264,7 @@ def test_texts_are_shown_and_cannot_touch_the_terminal(tiny: Llama):
 def test_claims_say_why_they_are_not_measured(tiny: Llama):
     text = list(range(64)) * 5
     assert [claim.met for claim in claims.caching(tiny, text)] == [None, None]
-    verifier = ladder.Verifier(tiny)
+    verifier = Verifier(tiny)
     short = claims.chunking(tiny, text, 64, verifier)
     assert short.measured is None and "context is 256" in short.detail
     assert "tokens in all" in claims.against_transformers(tiny, text, verifier, "random").detail
@@ -276,7 +282,7 @@ def test_chunks_bound_the_memory_of_a_prompt():
         pytest.skip("only Linux tells a process's peak memory")
     model = Llama.random(dataclasses.replace(TINY, context=4096))
     text = [i % 64 for i in range(2048)]
-    claim = claims.chunking(model, text, 64, ladder.Verifier(model), size=2048)
+    claim = claims.chunking(model, text, 64, Verifier(model), size=2048)
     assert claim.measured is not None and claim.met is (claim.measured >= 4), claim
     assert claim.values["same_tokens"] and claim.measured > 2
 
@@ -301,7 +307,7 @@ def test_transformers_has_the_same_weights(tiny: Llama):
 def test_transformers_is_compared(tiny: Llama):
     pytest.importorskip("transformers")
     text = [2 + (i * i) % 60 for i in range(64)]
-    verifier = ladder.Verifier(tiny)
+    verifier = Verifier(tiny)
     claim = claims.against_transformers(tiny, text, verifier, "random", N=4, n_prompt=8, n_new=6)
     assert claim.measured is not None and claim.values["tokens_equal"] == claim.values["tokens"] == 24
 
@@ -311,3 +317,18 @@ def test_other_families_have_no_peer():
     model = Llama.random(dataclasses.replace(TINY, qk_norm=True))
     with pytest.raises(InputError, match="plain Llamas"):
         peers.from_llama(model)
+
+
+# ---- the command
+
+
+def test_the_command_on_real_weights(real_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    short = dataclasses.replace(PRESETS["quick"], small=1, small_cap=3, main=2, main_longest=64, main_cap=3)
+    monkeypatch.setitem(PRESETS, "quick", dataclasses.replace(short, rounds=1))
+    console, out, plot = silent(), tmp_path / "out.json", tmp_path / "out.png"
+    arguments = "quick", str(real_weights), "cpu", "float32", out, plot, True, console
+    assert run_command(["naive", "continuous"], *arguments) == 0
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["void"] for row in found["rows"]] == [None, None]
+    assert found["model"]["weights"] == "real" and found["model"]["dtype"] == "float32"
+    assert plot.exists() and "the same text as naive's, token for token (3 tokens)" in written(console)

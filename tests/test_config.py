@@ -224,6 +224,7 @@ def test_an_eos_outside_the_vocabulary_is_refused(tmp_path: Path, eos: Any, file
             "full_attention",
         ),
         ({"model_type": "mistral", "sliding_window": 128}, "sliding_window 128"),  # Mistral-7B-v0.1
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window 4096"),  # left out: 4096
         ({"model_type": "qwen2", "sliding_window": 128, "use_sliding_window": True}, "sliding_window 128"),
         (
             {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from script import EOS
 
@@ -119,11 +119,13 @@ class Driver:
             assert request.finish_reason == "abort" or request.n_output == request.limit
 
 
-ADD = st.tuples(st.just("add"), st.integers(1, MAX_LEN), st.integers(1, 6))
+PROMPT = st.one_of(st.integers(1, 3), st.integers(1, MAX_LEN))
+ADD = st.tuples(st.just("add"), PROMPT, st.integers(1, 6))
 ABORT = st.tuples(st.just("abort"), st.integers(0, 30))
 STEP = st.tuples(st.just("step"))
 
 
+@settings(max_examples=200)
 @given(
     st.integers(1, 5), st.integers(0, 12), st.integers(0, 2), st.lists(st.one_of(ADD, ABORT, STEP, STEP), max_size=40)
 )
@@ -146,6 +148,14 @@ def test_a_configuration_that_could_starve_someone_is_refused(max_running: int, 
     """sgl-project/sglang-jax#1551: an inconsistent configuration killed the scheduler at the first long prompt."""
     with pytest.raises(InputError, match=str(max_running if max_running < 1 else budget)):
         Scheduler(RegionSlots(max(max_running, 1), 8), max_running, budget)
+
+
+def test_no_more_run_than_were_asked_for() -> None:
+    """Though there are rows and budget for more."""
+    driver = Driver(2, 8, spare=2)
+    requests = [driver.add(1, max_tokens=2) for _ in range(4)]
+    assert driver.step() == [(request, 1) for request in requests[:2]]
+    driver.run_out()
 
 
 @pytest.mark.parametrize("n, chunks", [(8, [8]), (9, [8, 1]), (16, [8, 8]), (17, [8, 8, 1])])

@@ -206,6 +206,29 @@ def test_dynamic_pads_everyone_to_a_newcomers_prompt() -> None:
     assert model.steps[2] - real == 693 == (100 - 1) * (8 - 1)
 
 
+@pytest.mark.parametrize("name", ["padded", "dynamic", "ragged", "continuous"])
+def test_a_newcomer_at_the_last_step_of_the_longest_text(tiny: Llama, name: str) -> None:
+    """The longest text's last token stands on the last place there is, and the newcomer's prompt pads its row."""
+    p = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 3, 1)]
+    prompts = [[9, 17], [5], [30, 31, 32, 33]]
+
+    def make() -> list[Request]:
+        return [make_request(prompt, q, tiny.config, None, 24) for prompt, q in zip(prompts, p, strict=True)]
+
+    model, requests = Watched(tiny), make()
+    events = list(run(name, model, requests, max_running=2))
+    assert texts(events, requests) == [solo(tiny, prompt, q) for prompt, q in zip(prompts, p, strict=True)]
+    alike(tiny, make(), requests, events, model.rows)
+
+
+@pytest.mark.parametrize("name", ["padded", "dynamic", "ragged", "continuous"])
+def test_a_stage_for_nobody_is_refused(tiny: Llama, name: str) -> None:
+    """It would otherwise wait for ever, or drop every request without a word."""
+    requests = [make_request([2, 3], SamplingParams(max_tokens=2), tiny.config, None, 8)]
+    with pytest.raises(InputError, match="max_running is 0"):
+        list(STAGES[name](tiny, requests, max_running=0))
+
+
 def test_a_request_that_does_not_fit_the_model_is_refused_by_the_last_stage() -> None:
     model = follow({}, context=8)
     request = make_request([3] * 20, SamplingParams(max_tokens=2), model.config, None, 64)

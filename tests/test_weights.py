@@ -89,6 +89,8 @@ def refused(folder: Path) -> str:
 def nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails the test if memory for a parameter is asked for: what is wrong must be seen before."""
     torch_empty = torch.empty
+    with torch.device("meta"):
+        torch.empty(1)  # torch remembers its constructors at the first use: let that be the true one
 
     def empty(*size: Any, **options: Any) -> Tensor:
         made = torch_empty(*size, **options)
@@ -180,6 +182,10 @@ def test_one_layer_more_than_the_file_has(tmp_path: Path, nothing_is_allocated: 
     for name in tensors():
         if name.startswith("model.layers.1."):
             assert name.replace("layers.1.", "layers.2.") in message
+
+
+def test_layers_without_end_are_refused_before_they_are_built(tmp_path: Path, nothing_is_allocated: None) -> None:
+    assert "asks for 1000000000 layers" in refused(write(tmp_path, num_hidden_layers=10**9))
 
 
 def test_prefixed_names_are_all_missing(tmp_path: Path, nothing_is_allocated: None) -> None:

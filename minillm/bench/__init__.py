@@ -1,11 +1,11 @@
 """The benchmark: every stage of the ladder on the same prompts, each measured against the one before it.
 
-ladder   the course of a run: request sets, warm-up, rounds, check, rows
-harness  one run of one stage: time stamps and counters, from outside the stage
-metrics  what time stamps mean              verify   is it the naive model's text?
-ceiling  what this machine could do         claims   four comparisons with a target
-live     the text while it is made          report   tables, JSON, plot
-peers    transformers, for comparison       machine  what it ran on
+workload  what is asked: presets, sets of requests    ladder   the course: warm-up, rounds, check, rows
+harness   one run of one stage: stamps, counters      rows     runs to medians, ratios, ceilings
+metrics   what time stamps mean                       verify   is it the naive model's text?
+ceiling   what this machine could do                  claims   comparisons with a target
+live      the text while it is made                   report   tables, JSON, plot
+peers     transformers, for comparison                machine  what it ran on
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def run_command(
     Raises InputError for an unknown stage, preset, model, device or dtype and for a file that cannot be
     written, before anything is measured. Returns the exit status: 1 if a text is not the naive model's.
     """
-    from minillm.bench import ladder, report  # imports torch and matplotlib only when asked for
+    from minillm.bench import ladder, report, workload  # imports torch and matplotlib only when asked for
     from minillm.fetch import find
     from minillm.model import Llama
     from minillm.tokenizer import Tokenizer
 
-    chosen = ladder.pick_preset(preset)
+    chosen = workload.pick_preset(preset)
     names = ladder.pick_stages(stages)
     for path in (json_path, plot_path):
         report.check_writable(path)
@@ -46,8 +46,8 @@ def run_command(
     with console.status(f"Loading {folder.name}"):
         llama = Llama.from_pretrained(folder, device=device, dtype=dtype)
         tokenizer = Tokenizer.from_pretrained(folder)
-    workload = ladder.real_workload(tokenizer, chosen, llama.config)
-    result = ladder.measure(llama, folder.name, workload, chosen, names, console, stream)
+    work = workload.real_workload(tokenizer, chosen, llama.config)
+    result = ladder.measure(llama, folder.name, work, chosen, names, console, stream)
     report.show(result, console)
     report.save(result, json_path, plot_path, console)
     return 1 if any(row.void for row in result.rows) else 0

@@ -7,7 +7,7 @@ the two overlap perfectly it takes the longer one (the roofline model, Williams,
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -26,6 +26,10 @@ class Ceilings:
     @property
     def bytes_per_s(self) -> float:
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
+
+    def best(self, other: "Ceilings") -> "Ceilings":
+        """Of two measurements, the better one of each."""
+        return Ceilings(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
 def measure(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> Ceilings:

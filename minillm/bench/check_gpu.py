@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from minillm.bench import ladder, report
+from minillm.bench.workload import FULL, random_workload, real_workload
 from minillm.config import Config
 from minillm.device import pick_dtype
 from minillm.errors import InputError
@@ -49,7 +50,7 @@ def main() -> int:
     out = Path(os.environ.get("OUT") or "results")
     out.mkdir(parents=True, exist_ok=True)
     # the whole of the full preset, with fewer rounds: a GPU is quick to reach the same numbers again
-    preset = replace(ladder.PRESETS["full"], name="check-gpu", max_running=32, rounds=2, seconds=100)
+    preset = replace(FULL, name="check-gpu", max_running=32, rounds=2, seconds=100)
     device = torch.device("cuda")
     name = sys.argv[1] if len(sys.argv) > 1 else default_name()
     try:
@@ -61,11 +62,11 @@ def main() -> int:
         console.print(f"{error}: random weights of the shape of SmolLM2-135M instead, and random prompts")
         name = "SmolLM2-135M's shape"
         model = random_model(SMOLLM2_135M, device, pick_dtype("auto", device))
-        workload = ladder.random_workload(preset, model.config)
+        workload = random_workload(preset, model.config)
     else:
         name = folder.name
         model = Llama.from_pretrained(folder, device="cuda")
-        workload = ladder.real_workload(Tokenizer.from_pretrained(folder), preset, model.config)
+        workload = real_workload(Tokenizer.from_pretrained(folder), preset, model.config)
     result = ladder.measure(model, name, workload, preset, ladder.pick_stages(None), console)
     report.show(result, console)
     report.save(result, out / "check-gpu.json", out / "check-gpu.png", console)

@@ -1,12 +1,10 @@
 """Comparisons with a target: what a step of the ladder is said to buy, measured on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,12 +12,10 @@ from rich.console import Console
 from minillm.bench import peers
 from minillm.bench.harness import Job, Run, run
 from minillm.bench.metrics import itl
+from minillm.bench.rows import Row
 from minillm.bench.verify import MOST_EXCUSED, Verifier, judge
 from minillm.errors import InputError
 from minillm.model import Llama
-
-if TYPE_CHECKING:
-    from minillm.bench.ladder import Row
 
 REPEATS = 3
 
@@ -81,7 +77,9 @@ def measure(
     return found
 
 
-def caching(model: Llama, text: Sequence[int], contexts: tuple[int, int, int] = (64, 512, 1024)) -> list[Claim]:
+def caching(
+    model: Llama, text: Sequence[int], contexts: tuple[int, int, int] = (64, 512, 1024)
+) -> list[Claim]:
     """Seconds per token with a text of so many tokens behind it, with and without the cache."""
     short, middle, long = contexts
     gain = f"naive to cached at {middle} tokens of context, tokens/s"
@@ -121,7 +119,9 @@ def chunking(model: Llama, text: Sequence[int], chunk: int, verifier: Verifier, 
         try:
             memory = PeakMemory(model.device)
         except OSError as error:
-            return not_measured(claim, ">= 4 x", f"this system does not tell a process's peak memory ({error})")
+            return not_measured(
+                claim, ">= 4 x", f"this system does not tell a process's peak memory ({error})"
+            )
         runs[stage] = run(model, stage, [job], {"chunk": chunk})
         peaks[stage] = max(1, memory.grown() - runs[stage].counts.peak_reserved_bytes)
     same = runs["cached"].outputs == runs["chunked"].outputs
@@ -218,7 +218,9 @@ def against_transformers(
     if verdict.void:
         return not_measured(claim, ">= 2 x", f"continuous is void: {verdict.void}")
     equal = sum(
-        mine == other for a, b in zip(done.outputs, outputs, strict=True) for mine, other in zip(a, b, strict=True)
+        mine == other
+        for a, b in zip(done.outputs, outputs, strict=True)
+        for mine, other in zip(a, b, strict=True)
     )
     slow, fast = median(theirs), median(ours)
     return at_least(

@@ -1,8 +1,7 @@
-"""The course of a benchmark: what is asked, how often each stage is run, and what is compared with what.
+"""The course of a benchmark: which stage runs which requests, how often, and in which order.
 
-Two sets of requests. The `main` set is the prompts as they come, of many lengths; the naive stage would
-need hours for it, so it runs the `small` set of short ones, and so does the stage after it. Neighbours are
-always compared on a set that both ran, and the ratio to the first stage is the product of these ratios.
+The naive stage runs the small set, and so does the stage after it. Neighbours are always compared on a set
+that both ran, and the ratio to the first stage is the product of these ratios.
 
 A text ends where the model ends it, or at the cap. Where that is, the first pass finds out (continuous, the
 last stage, once over both sets); afterwards every stage is asked for exactly these lengths. Rounding makes
@@ -10,12 +9,9 @@ texts part now and then, and then they would also end in different places: this 
 same work.
 """
 
-import inspect
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -28,50 +24,12 @@ from minillm.bench.ceiling import Ceilings
 from minillm.bench.claims import Claim
 from minillm.bench.harness import Job, Run, run
 from minillm.bench.live import watch
-from minillm.bench.metrics import Summary
-from minillm.bench.prompts import load
+from minillm.bench.rows import Row, about_stage, make_rows
 from minillm.bench.verify import MOST_EXCUSED, Verdict, Verifier, judge
-from minillm.config import Config
+from minillm.bench.workload import Preset, Workload
 from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.stages import STAGES
-from minillm.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Preset:
-    """How much is run. Lengths are in tokens, the chat template included."""
-
-    name: str
-    small: int  # prompts of at most `small_longest` tokens, in the order of the file
-    small_longest: int
-    small_cap: int  # most new tokens
-    main: int  # prompts of at most `main_longest` tokens, in the order of the file
-    main_longest: int
-    main_cap: int
-    max_running: int  # sequences in one step, the same for every stage that batches
-    budget: int  # new tokens in one step (continuous)
-    chunk: int  # new tokens in one step (chunked)
-    rounds: int  # most timed runs of each stage
-    seconds: float  # no further round is begun that would end later than this, counted from the first pass
-    claims: bool  # also measure the comparisons in `claims`
-
-    @property
-    def limits(self) -> dict[str, int]:
-        return {"max_running": self.max_running, "budget": self.budget, "chunk": self.chunk}
-
-
-PRESETS = {
-    "quick": Preset("quick", 3, 64, 40, 16, 400, 64, 8, 512, 256, 3, 75, False),
-    "full": Preset("full", 4, 64, 96, 32, 2048, 128, 16, 512, 256, 3, 660, True),
-}
-
-
-def pick_preset(name: str) -> Preset:
-    """Raises InputError for an unknown name."""
-    if name not in PRESETS:
-        raise InputError(f"preset {name!r} is not known; use one of {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 def pick_stages(names: Sequence[str] | None) -> list[str]:
@@ -80,118 +38,6 @@ def pick_stages(names: Sequence[str] | None) -> list[str]:
         if name not in STAGES:
             raise InputError(f"stage {name!r} is not known; use one of {', '.join(STAGES)}")
     return [name for name in STAGES if not names or name in names]
-
-
-@dataclass
-class Workload:
-    """The two sets, and where they come from. Prompts of `claims` are cut out of `text`."""
-
-    sets: dict[str, list[Job]]
-    questions: list[str]  # of the small set, for people to read
-    text: list[int]  # many token ids in a row
-    weights: str  # "real" or "random"
-    tokenizer: Tokenizer | None
-    lengths_known: bool  # the jobs already say how long the texts are
-
-
-def real_workload(tokenizer: Tokenizer, preset: Preset, config: Config) -> Workload:
-    """The package's own prompts, by the checkpoint's chat template, as long as the model's context admits."""
-    prompts = [(p, tuple(tokenizer.encode_chat(list(p.messages)))) for p in load()]
-
-    def pick(n: int, longest: int, cap: int) -> list[tuple[Any, tuple[int, ...]]]:
-        fitting = [(p, ids) for p, ids in prompts if len(ids) <= min(longest, config.context - cap)][:n]
-        if not fitting:
-            raise InputError(f"the model's context is {config.context}; the prompts need at least {64 + cap}")
-        return fitting
-
-    small = pick(preset.small, preset.small_longest, preset.small_cap)
-    main = pick(preset.main, preset.main_longest, preset.main_cap)
-    return Workload(
-        sets={
-            "small": [Job(ids, preset.small_cap, ignore_eos=False) for _, ids in small],
-            "main": [Job(ids, preset.main_cap, ignore_eos=False) for _, ids in main],
-        },
-        questions=[p.messages[-1]["content"] for p, _ in small],
-        text=[token for _, ids in prompts for token in ids],
-        weights="real",
-        tokenizer=tokenizer,
-        lengths_known=False,
-    )
-
-
-def random_workload(preset: Preset, config: Config, seed: int = 0) -> Workload:
-    """Random ids, for a model with random weights, which never ends a text: prompts about as long as the
-    package's (four characters a token, and 30 for the template), outputs from 8 tokens to the cap, short
-    ones more often.
-    """
-    draw = random.Random(seed)
-    sizes = [30 + sum(len(m["content"]) for m in p.messages) // 4 for p in load()]
-
-    def jobs(n: int, longest: int, cap: int) -> list[Job]:
-        fitting = [size for size in sizes if size <= min(longest, config.context - cap)][:n]
-        least = min(8, cap)
-        lengths = [round(least * (cap / least) ** draw.random()) for _ in fitting]
-        return [
-            Job(tuple(draw.randrange(config.vocab_size) for _ in range(size)), length)
-            for size, length in zip(fitting, lengths, strict=True)
-        ]
-
-    return Workload(
-        sets={
-            "small": jobs(preset.small, preset.small_longest, preset.small_cap),
-            "main": jobs(preset.main, preset.main_longest, preset.main_cap),
-        },
-        questions=[],
-        text=[draw.randrange(config.vocab_size) for _ in range(16_000)],
-        weights="random",
-        tokenizer=None,
-        lengths_known=True,
-    )
-
-
-@dataclass
-class Row:
-    """One stage, measured. Times and throughputs are medians over the `rounds`, which are kept too."""
-
-    stage: str
-    about: str
-    request_set: str
-    positions_checked: int
-    share_excused: float
-    largest_gap: float
-    void: str | None
-    steps: int
-    tokens_pushed: int
-    tokens_useful: int
-    attention_scores: int
-    peak_kv_reserved_bytes: int
-    peak_kv_stored_bytes: int
-    wall: float
-    prompt_throughput: float
-    output_throughput: float
-    output_throughput_min: float
-    output_throughput_max: float
-    total_token_throughput: float
-    request_throughput: float
-    ttft_median: float
-    tpot_median: float
-    tpot_p95: float
-    itl_median: float
-    itl_p95: float
-    e2el_median: float
-    floor_seconds: float
-    ceiling_throughput: float  # output tokens per second if every step took its floor
-    ceiling_share: float
-    ratio_before: float | None
-    ratio_before_set: str | None
-    ratio_first: float | None
-    flags: list[str]
-    rounds: list[Summary]
-
-    @property
-    def tokens_wasted(self) -> int:
-        """Pads, rows that had ended, and tokens computed again."""
-        return self.tokens_pushed - self.tokens_useful
 
 
 @dataclass
@@ -207,13 +53,6 @@ class Result:
     claims: list[Claim]
     notes: list[str]
     seconds: float
-
-
-def about_stage(stage: str) -> str:
-    """What the stage changes, in its module's own words: the first paragraph of the docstring."""
-    paragraph = (inspect.getdoc(inspect.getmodule(STAGES[stage])) or "").split("\n\n")[0]
-    words = " ".join(paragraph.split()).partition(": ")[2]
-    return words[:1].upper() + words[1:]
 
 
 def sets_of(stages: Sequence[str]) -> dict[str, list[str]]:
@@ -241,10 +80,13 @@ def measure(
         task = bar.add_task("Measuring this machine's ceilings", total=1)
         ceilings = ceiling.measure(model.device, model.dtype)
         bar.advance(task)
-        sets = {key: fix_lengths(model, key, jobs, workload, preset, bar) for key, jobs in workload.sets.items()}
+        sets = {
+            key: fix_lengths(model, key, jobs, workload, preset, bar) for key, jobs in workload.sets.items()
+        }
     plan = sets_of(stages)
     warm_up(model, stages, sets["small"], workload, preset, console, stream)
     runs = timed_rounds(model, plan, sets, workload, preset, began, console)
+    ceilings = ceilings.best(ceiling.measure(model.device, model.dtype))  # the machine may have been busy
     verifier = Verifier(model)
     most_excused = MOST_EXCUSED if workload.weights == "real" else 1.0  # random logits lie close together
     verdicts: dict[str, Verdict] = {}
@@ -370,93 +212,13 @@ def timed_rounds(
     return runs
 
 
-def make_rows(
-    stages: Sequence[str],
-    plan: dict[str, list[str]],
-    runs: dict[tuple[str, str], list[Run]],
-    verdicts: dict[str, Verdict],
-    model: Llama,
-    ceilings: Ceilings,
-) -> list[Row]:
-    """One row per stage, from the first of its sets. A void stage has no ratios, and none is taken to it."""
-    rows: list[Row] = []
-    ratio_first: float | None = 1.0
-    for i, stage in enumerate(stages):
-        key, void = plan[stage][0], verdicts[stage].void
-        before = stages[i - 1] if i else None
-        ratio, common = None, None
-        if before is not None:
-            common = next(k for k in plan[stage] if k in plan[before])
-            if not void and not verdicts[before].void:
-                ratio = throughput(runs[stage, common]) / throughput(runs[before, common])
-            ratio_first = ratio_first * ratio if ratio_first is not None and ratio is not None else None
-        rows.append(make_row(stage, key, runs[stage, key], verdicts[stage], model, ceilings))
-        rows[-1].ratio_before, rows[-1].ratio_before_set = ratio, common
-        rows[-1].ratio_first = None if void else ratio_first
-    return rows
-
-
-def throughput(runs: Sequence[Run]) -> float:
-    return median(one.summary.output_throughput for one in runs)
-
-
-def make_row(stage: str, key: str, runs: Sequence[Run], verdict: Verdict, model: Llama, ceilings: Ceilings) -> Row:
-    """Counts are those of the first round: they are the same in every one."""
-    one, rounds = runs[0], [r.summary for r in runs]
-    speeds = [s.output_throughput for s in rounds]
-    floor = ceiling.floor_seconds(one.counts.steps, model.config, model.dtype.itemsize, ceilings)
-    wall = median(s.wall for s in rounds)
-
-    def over_rounds(metric: str, part: str) -> float:
-        values = [getattr(stats, part) for s in rounds if (stats := getattr(s, metric)) is not None]
-        return median(values) if values else 0.0
-
-    flags = []
-    if rounds[0].wall > 2 * wall:
-        flags.append(f"the first round took {rounds[0].wall:.1f} s, the median {wall:.1f} s: not warm")
-    return Row(
-        stage=stage,
-        about=about_stage(stage),
-        request_set=key,
-        positions_checked=verdict.check.positions,
-        share_excused=verdict.check.share_excused,
-        largest_gap=verdict.check.gap,
-        void=verdict.void,
-        steps=len(one.counts.steps),
-        tokens_pushed=one.tokens_pushed,
-        tokens_useful=one.tokens_useful,
-        attention_scores=one.scores,
-        peak_kv_reserved_bytes=one.counts.peak_reserved_bytes,
-        peak_kv_stored_bytes=one.counts.peak_stored_tokens * model.config.kv_bytes_per_token(model.dtype.itemsize),
-        wall=wall,
-        prompt_throughput=median(s.prompt_throughput for s in rounds),
-        output_throughput=median(speeds),
-        output_throughput_min=min(speeds),
-        output_throughput_max=max(speeds),
-        total_token_throughput=median(s.total_token_throughput for s in rounds),
-        request_throughput=median(s.request_throughput for s in rounds),
-        ttft_median=over_rounds("ttft", "median"),
-        tpot_median=over_rounds("tpot", "median"),
-        tpot_p95=over_rounds("tpot", "p95"),
-        itl_median=over_rounds("itl", "median"),
-        itl_p95=over_rounds("itl", "p95"),
-        e2el_median=over_rounds("e2el", "median"),
-        floor_seconds=floor,
-        ceiling_throughput=rounds[0].output_tokens / floor,
-        ceiling_share=floor / wall if wall else 0.0,
-        ratio_before=None,
-        ratio_before_set=None,
-        ratio_first=None,
-        flags=flags,
-        rounds=rounds,
-    )
-
-
 def notes(stages: Sequence[str], plan: dict[str, list[str]], workload: Workload) -> list[str]:
     """What a reader must know to read the numbers."""
     lines = ["Greedy; all requests arrive at time 0, so waiting in the queue is part of ttft and e2el."]
     if workload.lengths_known:
-        lines.append("Random weights and random prompts of about the package's lengths; output lengths are drawn.")
+        lines.append(
+            "Random weights and random prompts of about the package's lengths; output lengths are drawn."
+        )
     else:
         lines.append(
             "A text ends where the model ends it, or at the cap: one pass of continuous found the lengths, "

@@ -61,4 +61,4 @@ def same_text(done: Run, first: Run) -> Text:
             at = len(os.path.commonprefix([mine, theirs]))
             return Text(f"text {i} leaves {first.stage}'s at token {at + 1}; checked below", style="yellow")
     total = sum(len(output) for output in done.outputs)
-    return Text(f"the same {len(done.outputs)} texts as {first.stage}, all {total} tokens", style="green")
+    return Text(f"the same text as {first.stage}'s, token for token ({total} tokens)", style="green")

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from minillm.bench.ladder import Result, Row
+from minillm.bench.ladder import Result
 from minillm.bench.metrics import DEFINITIONS
+from minillm.bench.rows import Row
 from minillm.errors import InputError
 
 SCHEMA = 1  # of the JSON file; goes up when an entry changes its meaning or goes away
@@ -44,7 +45,9 @@ def show(result: Result, console: Console) -> None:
     console.print(Text(title, style="bold"))
     for key, s in result.sets.items():
         lengths = f"{s['shortest_prompt']} to {s['longest_prompt']} tokens ({s['prompt_tokens']:,} in all)"
-        console.print(Text(f"{key} set: {s['requests']} prompts of {lengths}, {s['output_tokens']:,} output tokens"))
+        console.print(
+            Text(f"{key} set: {s['requests']} prompts of {lengths}, {s['output_tokens']:,} output tokens")
+        )
     console.print(work_table(result.rows), speed_table(result.rows), latency_table(result.rows))
     if result.claims:
         console.print(claims_table(result))
@@ -55,7 +58,7 @@ def show(result: Result, console: Console) -> None:
         "both measured in this run.",
         *result.notes,
         *(f"{row.stage}: {flag}" for row in result.rows for flag in row.flags),
-        f"{rounds} timed rounds; {result.seconds:.0f} s in all.",
+        f"Timed rounds: {rounds}; {result.seconds:.0f} s in all.",
     ]:
         console.print(Text(note, style="dim"))
 
@@ -117,8 +120,8 @@ def speed_table(rows: Sequence[Row]) -> Table:
             continue
         table.add_row(
             label(row),
-            Text(f"{row.output_throughput:,.1f}", style="bold"),
-            f"{row.output_throughput_min:,.0f}-{row.output_throughput_max:,.0f}",
+            Text(rate(row.output_throughput), style="bold"),
+            f"{rate(row.output_throughput_min)}-{rate(row.output_throughput_max)}",
             times(row.ratio_before),
             times(row.ratio_first),
             f"{row.ceiling_throughput:,.0f}",
@@ -132,7 +135,7 @@ def latency_table(rows: Sequence[Row]) -> Table:
         "By kind of token, and latency (all requests at time 0)",
         "/s: tokens per second. ttft: to the first token, queueing included. tpot: a request's mean time per "
         "further token. itl: gaps between tokens. e2el: to the last token. Medians, and p95.",
-        ("stage", "prompt/s", "total/s", "wall s", "ttft s", "tpot ms", "p95", "itl ms", "p95", "e2el s"),
+        ("stage", "prompt/s", "total/s", "wall s", "ttft s", "tpot ms", "p95", "itl ms", "e2el s"),
     )
     for row in rows:
         if row.void:
@@ -147,7 +150,6 @@ def latency_table(rows: Sequence[Row]) -> Table:
             f"{row.tpot_median * 1e3:.1f}",
             f"{row.tpot_p95 * 1e3:.1f}",
             f"{row.itl_median * 1e3:.1f}",
-            f"{row.itl_p95 * 1e3:.1f}",
             f"{row.e2el_median:.2f}",
         )
     return table
@@ -161,6 +163,10 @@ def claims_table(result: Result) -> Table:
     for claim in result.claims:
         table.add_row(claim.claim, claim.target, times(claim.measured), verdicts[claim.met], claim.detail)
     return table
+
+
+def rate(value: float) -> str:
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def times(ratio: float | None) -> str:
@@ -236,7 +242,9 @@ def plot(result: Result) -> Figure:
     pushed = [row.tokens_pushed / row.tokens_useful for row in rows]
     extra = [p - 1 for p in pushed]
     work.barh(at, [1] * len(rows), color="0.75", edgecolor="black", label="needed")
-    work.barh(at, extra, left=1, color="white", edgecolor="black", hatch="////", label="pads and computed again")
+    work.barh(
+        at, extra, left=1, color="white", edgecolor="black", hatch="////", label="pads and computed again"
+    )
     for i, value in enumerate(pushed):
         work.text(value, i, f"  {value:.2f}", va="center", fontsize=9)
     work.set_xlim(0, 1.2 * max(pushed))
@@ -249,5 +257,7 @@ def plot(result: Result) -> Figure:
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
     if any(row.request_set == "small" for row in rows):
-        figure.supxlabel("* on the small set of requests; its ratio to the next stage is taken there", fontsize=9)
+        figure.supxlabel(
+            "* on the small set of requests; its ratio to the next stage is taken there", fontsize=9
+        )
     return figure

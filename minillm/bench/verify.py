@@ -7,7 +7,8 @@ output once ("teacher forcing"), and each emitted token must be its best one, or
 then it is excused.
 
 The reference runs with the same weights in the run's own dtype: against a wider one, what the dtype itself
-rounds would be charged to the stage."""
+rounds would be charged to the stage.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
