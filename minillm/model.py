@@ -51,22 +51,23 @@ def rope_frequencies(config: Config, device: torch.device | None = None) -> Tens
 
 
 def rope_table(positions: Tensor, freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, [..., T, 1, D/2], computed wide and rounded to `dtype` last.
+    """cos and sin of every position's angles, laid out for `rotate`: [..., T, 1, D] each.
 
-    In bf16 positions 256 and 257 would be the same number, so the product is never taken there.
+    Computed wide and rounded to `dtype` last: in bf16, positions 256 and 257 would be the same number.
     """
     wide = torch.promote_types(dtype, torch.float32)
     angles = positions[..., None, None].to(wide) * freq.to(wide)  # [..., T, 1, D/2]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns pair i of every head by its position's angle. x [..., T, heads, D] -> same.
 
-    Hugging Face checkpoints pair dimension i with i + D/2 (not 2i with 2i + 1, as the paper writes it).
+    Hugging Face checkpoints pair dimension i with i + D/2 (not 2i with 2i + 1, as the paper writes it). For halves
+    a and b of a head: (a cos - b sin, b cos + a sin), which is x cos + (b, a) (-sin, sin).
     """
-    a, b = x.chunk(2, dim=-1)  # [..., T, heads, D/2] each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class Attention(nn.Module):

@@ -86,9 +86,7 @@ def test_kv_memory_by_hand(tiny: Llama):
     assert one_by_one.peak_stored_tokens == 8 + 2 - 1
     together = run(tiny, "padded", jobs, {"max_running": 2}).counts
     assert together.peak_reserved_bytes == 2 * (9 + 1) * TOKEN_BYTES
-    assert together.peak_stored_tokens == (4 + 1) + (
-        8 + 1
-    )  # after the second step; then the longer one leaves
+    assert together.peak_stored_tokens == (4 + 1) + (8 + 1)  # after the second step; then the longer one leaves
     pool = run(tiny, "continuous", jobs, {"max_running": 2, "budget": 64}).counts
     assert pool.peak_reserved_bytes == (2 * 9 + 1) * TOKEN_BYTES  # and the scratch slot
     assert pool.peak_stored_tokens == (4 + 1) + (8 + 1)

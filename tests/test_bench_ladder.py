@@ -199,9 +199,7 @@ def test_json_holds_everything_and_comes_back(result: Result, tmp_path: Path):
     )
     assert found["preset"]["max_running"] == 2
     rows = {row["stage"]: row for row in found["rows"]}
-    assert (
-        rows["padded"]["tokens_pushed"] > rows["ragged"]["tokens_pushed"] == rows["ragged"]["tokens_useful"]
-    )
+    assert rows["padded"]["tokens_pushed"] > rows["ragged"]["tokens_pushed"] == rows["ragged"]["tokens_useful"]
     assert len(rows["naive"]["rounds"]) == 2 and rows["naive"]["rounds"][0]["tpot"]["p95"] > 0
     assert all(stage in found["alt_text"] for stage in STAGES)
 
@@ -220,9 +218,7 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(tm
     with pytest.raises(InputError, match="there is no folder"):
         report.check_writable(tmp_path / "nowhere" / "out.json")
     with pytest.raises(InputError, match="there is no folder"):
-        run_command(
-            None, "quick", "no such model", "cpu", "auto", tmp_path / "x" / "y", None, False, silent()
-        )
+        run_command(None, "quick", "no such model", "cpu", "auto", tmp_path / "x" / "y", None, False, silent())
 
 
 # ---- the texts as they come

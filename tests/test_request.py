@@ -360,7 +360,8 @@ def test_arrivals_wait_only_when_asked_to() -> None:
     arrivals = Arrivals(requests)
     assert arrivals.take(5, wait=False) == [now]
     assert arrivals.take(5, wait=False) == [] and arrivals
-    assert arrivals.take(0, wait=True) == [] and arrivals  # no room: no reason to wait either
+    with pytest.raises(InputError, match="max_running is 0"):  # no room, ever: the caller would wait for nothing
+        arrivals.take(0, wait=True)
     start = time.monotonic()
     [soon] = requests = arriving(0.05)
     arrivals = Arrivals(requests)

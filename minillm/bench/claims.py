@@ -1,5 +1,6 @@
 """Comparisons with a target: what a step of the ladder is said to buy, measured on this machine."""
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,9 +78,7 @@ def measure(
     return found
 
 
-def caching(
-    model: Llama, text: Sequence[int], contexts: tuple[int, int, int] = (64, 512, 1024)
-) -> list[Claim]:
+def caching(model: Llama, text: Sequence[int], contexts: tuple[int, int, int] = (64, 512, 1024)) -> list[Claim]:
     """Seconds per token with a text of so many tokens behind it, with and without the cache."""
     short, middle, long = contexts
     gain = f"naive to cached at {middle} tokens of context, tokens/s"
@@ -119,9 +118,7 @@ def chunking(model: Llama, text: Sequence[int], chunk: int, verifier: Verifier, 
         try:
             memory = PeakMemory(model.device)
         except OSError as error:
-            return not_measured(
-                claim, ">= 4 x", f"this system does not tell a process's peak memory ({error})"
-            )
+            return not_measured(claim, ">= 4 x", f"this system does not tell a process's peak memory ({error})")
         runs[stage] = run(model, stage, [job], {"chunk": chunk})
         peaks[stage] = max(1, memory.grown() - runs[stage].counts.peak_reserved_bytes)
     same = runs["cached"].outputs == runs["chunked"].outputs
@@ -152,6 +149,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self.before = torch.cuda.memory_allocated(device)
         else:
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+                trim(0)  # what is free goes back to the system, or it would not count when it is used again
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here; see proc(5)
             self.before = self._status("VmRSS")
 
@@ -218,9 +217,7 @@ def against_transformers(
     if verdict.void:
         return not_measured(claim, ">= 2 x", f"continuous is void: {verdict.void}")
     equal = sum(
-        mine == other
-        for a, b in zip(done.outputs, outputs, strict=True)
-        for mine, other in zip(a, b, strict=True)
+        mine == other for a, b in zip(done.outputs, outputs, strict=True) for mine, other in zip(a, b, strict=True)
     )
     slow, fast = median(theirs), median(ours)
     return at_least(

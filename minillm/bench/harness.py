@@ -130,9 +130,7 @@ class Run:
     def tokens_useful(self) -> int:
         """Every token goes through the model once, except the last one, which nothing follows."""
         return sum(
-            len(job.prompt) + len(output) - 1
-            for job, output in zip(self.jobs, self.outputs, strict=True)
-            if output
+            len(job.prompt) + len(output) - 1 for job, output in zip(self.jobs, self.outputs, strict=True) if output
         )
 
     @property

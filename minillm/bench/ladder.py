@@ -80,9 +80,7 @@ def measure(
         task = bar.add_task("Measuring this machine's ceilings", total=1)
         ceilings = ceiling.measure(model.device, model.dtype)
         bar.advance(task)
-        sets = {
-            key: fix_lengths(model, key, jobs, workload, preset, bar) for key, jobs in workload.sets.items()
-        }
+        sets = {key: fix_lengths(model, key, jobs, workload, preset, bar) for key, jobs in workload.sets.items()}
     plan = sets_of(stages)
     warm_up(model, stages, sets["small"], workload, preset, console, stream)
     runs = timed_rounds(model, plan, sets, workload, preset, began, console)
@@ -216,9 +214,7 @@ def notes(stages: Sequence[str], plan: dict[str, list[str]], workload: Workload)
     """What a reader must know to read the numbers."""
     lines = ["Greedy; all requests arrive at time 0, so waiting in the queue is part of ttft and e2el."]
     if workload.lengths_known:
-        lines.append(
-            "Random weights and random prompts of about the package's lengths; output lengths are drawn."
-        )
+        lines.append("Random weights and random prompts of about the package's lengths; output lengths are drawn.")
     else:
         lines.append(
             "A text ends where the model ends it, or at the cap: one pass of continuous found the lengths, "

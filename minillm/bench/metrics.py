@@ -82,9 +82,7 @@ class Summary:
     e2el: Stats | None
 
 
-def summarize(
-    prompt_lengths: Sequence[int], arrivals: Sequence[float], times: Sequence[Sequence[float]]
-) -> Summary:
+def summarize(prompt_lengths: Sequence[int], arrivals: Sequence[float], times: Sequence[Sequence[float]]) -> Summary:
     """One entry per request; `times` are those of its output tokens, in seconds after the start."""
     answered = [(arrival, t) for arrival, t in zip(arrivals, times, strict=True) if t]
     wall = max((t[-1] for _, t in answered), default=0.0)

@@ -45,9 +45,7 @@ def show(result: Result, console: Console) -> None:
     console.print(Text(title, style="bold"))
     for key, s in result.sets.items():
         lengths = f"{s['shortest_prompt']} to {s['longest_prompt']} tokens ({s['prompt_tokens']:,} in all)"
-        console.print(
-            Text(f"{key} set: {s['requests']} prompts of {lengths}, {s['output_tokens']:,} output tokens")
-        )
+        console.print(Text(f"{key} set: {s['requests']} prompts of {lengths}, {s['output_tokens']:,} output tokens"))
     console.print(work_table(result.rows), speed_table(result.rows), latency_table(result.rows))
     if result.claims:
         console.print(claims_table(result))
@@ -242,9 +240,7 @@ def plot(result: Result) -> Figure:
     pushed = [row.tokens_pushed / row.tokens_useful for row in rows]
     extra = [p - 1 for p in pushed]
     work.barh(at, [1] * len(rows), color="0.75", edgecolor="black", label="needed")
-    work.barh(
-        at, extra, left=1, color="white", edgecolor="black", hatch="////", label="pads and computed again"
-    )
+    work.barh(at, extra, left=1, color="white", edgecolor="black", hatch="////", label="pads and computed again")
     for i, value in enumerate(pushed):
         work.text(value, i, f"  {value:.2f}", va="center", fontsize=9)
     work.set_xlim(0, 1.2 * max(pushed))
@@ -257,7 +253,5 @@ def plot(result: Result) -> Figure:
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
     if any(row.request_set == "small" for row in rows):
-        figure.supxlabel(
-            "* on the small set of requests; its ratio to the next stage is taken there", fontsize=9
-        )
+        figure.supxlabel("* on the small set of requests; its ratio to the next stage is taken there", fontsize=9)
     return figure

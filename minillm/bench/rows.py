@@ -89,9 +89,7 @@ def throughput(runs: Sequence[Run]) -> float:
     return median(one.summary.output_throughput for one in runs)
 
 
-def make_row(
-    stage: str, key: str, runs: Sequence[Run], verdict: Verdict, model: Llama, ceilings: Ceilings
-) -> Row:
+def make_row(stage: str, key: str, runs: Sequence[Run], verdict: Verdict, model: Llama, ceilings: Ceilings) -> Row:
     """Counts are those of the first round: they are the same in every one."""
     one, rounds = runs[0], [r.summary for r in runs]
     speeds = [s.output_throughput for s in rounds]
@@ -118,8 +116,7 @@ def make_row(
         tokens_useful=one.tokens_useful,
         attention_scores=one.scores,
         peak_kv_reserved_bytes=one.counts.peak_reserved_bytes,
-        peak_kv_stored_bytes=one.counts.peak_stored_tokens
-        * model.config.kv_bytes_per_token(model.dtype.itemsize),
+        peak_kv_stored_bytes=one.counts.peak_stored_tokens * model.config.kv_bytes_per_token(model.dtype.itemsize),
         wall=wall,
         prompt_throughput=median(s.prompt_throughput for s in rounds),
         output_throughput=median(speeds),
