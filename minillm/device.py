@@ -56,7 +56,7 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
         mallopt(M_MMAP_MAX, 0)  # take no block straight from the system
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # and give none back
+        mallopt(M_TRIM_THRESHOLD, -1)  # and never give any back
 
 
 def synchronize(device: torch.device) -> None:
