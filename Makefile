@@ -6,7 +6,7 @@ PRESET ?= full
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
-WEIGHTS := weights/smollm2-135m-instruct/config.json
+WEIGHTS := $(or $(MINILLM_WEIGHTS),weights)/smollm2-135m-instruct/config.json
 TORCH_PIN := $(shell grep '^torch==' constraints.txt)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -62,7 +62,7 @@ clean: ## remove caches and build products; .venv and weights/ stay
 
 # ---- set-up
 
-# The stamp holds the clone's path, so that an environment that was moved or half made is made anew.
+# The stamp holds the clone's path: after a move, all is installed again; without a working pip, made anew.
 ifneq ($(shell test -x $(PY) && cat $(VENV)/.created 2>/dev/null),$(CURDIR))
 .PHONY: $(VENV)/.created
 endif

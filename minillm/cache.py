@@ -4,11 +4,25 @@ Both keep the heads first, [L, Hkv, ..., D], because attention multiplies head b
 contiguous. Nobody outside this file knows the layout; keys come back as [..., Hkv, D].
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from minillm import attention
+from minillm.device import memory_bytes
+from minillm.errors import InputError
 from minillm.model import Llama
+
+
+def check_room(model: Llama, positions: int) -> None:
+    """Raises InputError if K and V of so many positions are more than the whole memory of the model's device."""
+    wanted, there = positions * model.config.kv_bytes_per_token(model.dtype.itemsize), memory_bytes(model.device)
+    if wanted > there:
+        raise InputError(
+            f"K and V of {positions} positions take {wanted / 1e9:.3g} GB, and {model.device} has "
+            f"{there / 1e9:.3g} GB; run fewer texts at once, or shorter ones"
+        )
 
 
 class KVCache:
@@ -21,6 +35,7 @@ class KVCache:
     def __init__(self, model: Llama, *shape: int):
         c = model.config
         size = (c.n_layers, c.n_kv_heads, *shape, c.head_dim)
+        check_room(model, math.prod(shape))
         self.k = torch.zeros(size, dtype=model.dtype, device=model.device)  # [L, Hkv, ..., S, D]
         self.v = torch.zeros_like(self.k)
         self.rows = [torch.arange(n, device=model.device)[:, None] for n in shape[:-1]]  # [B, 1], or nothing
@@ -63,6 +78,7 @@ class KVPool:
     def __init__(self, model: Llama, n_slots: int, max_running: int, max_len: int):
         c = model.config
         size = (c.n_layers, c.n_kv_heads, n_slots + 1, c.head_dim)
+        check_room(model, n_slots)
         # not cleared: a free slot is never read, and memory that is never touched costs nothing on a CPU
         self.k = torch.empty(size, dtype=model.dtype, device=model.device)  # [L, Hkv, slots, D]
         self.v = torch.empty_like(self.k)
@@ -73,10 +89,16 @@ class KVPool:
         self.k[layer].index_copy_(1, slots, k.transpose(0, 1))  # [Hkv, T, D]
         self.v[layer].index_copy_(1, slots, v.transpose(0, 1))
 
-    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of the slots [..., S]: [..., S, Hkv, D] each, contiguous head by head."""
-        k, v = (memory[layer].index_select(1, slots.flatten()) for memory in (self.k, self.v))  # [Hkv, ...*S, D]
-        return k.unflatten(1, slots.shape).movedim(0, -2), v.unflatten(1, slots.shape).movedim(0, -2)
+    def index(self, slots: Tensor) -> Tensor:
+        """Where the slots [..., S] lie in every head's memory, [Hkv, ..., S]: once per step, for `gather`."""
+        Hkv, size = self.k.shape[1:3]
+        return torch.arange(0, Hkv * size, size, device=slots.device).view(-1, *[1] * slots.dim()) + slots
+
+    def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V at an index [Hkv, ..., S] made by `index`: [..., S, Hkv, D] each, contiguous head by head."""
+        # as rows of one long matrix, which is faster than selecting within each head
+        k, v = (memory[layer].flatten(0, 1).index_select(0, index.flatten()) for memory in (self.k, self.v))
+        return k.unflatten(0, index.shape).movedim(0, -2), v.unflatten(0, index.shape).movedim(0, -2)
 
     @property
     def nbytes(self) -> int:

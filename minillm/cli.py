@@ -346,9 +346,10 @@ class Loader:
 
     def load(self) -> Any:
         from minillm.model import Llama
+        from minillm.packing import pack_weights
 
         with err.status(Text(f"Loading {one_line(str(self.folder))}")):
-            return Llama.from_pretrained(self.folder, self.device, self.dtype)
+            return pack_weights(Llama.from_pretrained(self.folder, self.device, self.dtype))
 
 
 class Clock:
@@ -389,14 +390,22 @@ def write_in_order(prompts: Sequence[str], requests: Sequence["Request"], events
     # not by finish_reason, which is set before the last events of a step have come by
     whole: set[Request] = set()
     written = 0
-    for event in events:
-        texts[event.request] += event.text
-        if event.finish_reason is not None:
-            whole.add(event.request)
-        while written < len(requests) and requests[written] in whole:
-            title = heading(written + 1, len(prompts), prompts[written])
-            print(f"=== {title}\n{texts[requests[written]]}\n", flush=True)
-            written += 1
+
+    def put(i: int) -> None:
+        print(f"=== {heading(i + 1, len(prompts), prompts[i])}\n{texts[requests[i]]}\n", flush=True)
+
+    try:
+        for event in events:
+            texts[event.request] += event.text
+            if event.finish_reason is not None:
+                whole.add(event.request)
+            while written < len(requests) and requests[written] in whole:
+                put(written)
+                written += 1
+    except KeyboardInterrupt:
+        for i in range(written, len(requests)):
+            put(i)
+        raise
 
 
 # ---- chat

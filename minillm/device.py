@@ -1,6 +1,7 @@
 """Which device and dtype to use, when the user says "auto" and when they say what this machine cannot do."""
 
 import ctypes
+import os
 
 import torch
 
@@ -9,8 +10,8 @@ from minillm.errors import InputError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def pick_device(name: str) -> torch.device:
-    """ "auto" is a CUDA GPU where one answers, else the CPU. Raises InputError for what this machine lacks."""
+def pick_device(name: str | torch.device) -> torch.device:
+    """The word "auto" is a CUDA GPU where one answers, else the CPU. Raises InputError for what this machine lacks."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -27,10 +28,14 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 where the hardware multiplies it, else float32. Raises InputError for an unknown name."""
+def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The word "auto" is bfloat16 where the hardware multiplies it, else float32. Raises InputError for others."""
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
+        on_gpu = device.type == "cuda"
+        has_bf16 = torch.cuda.get_device_capability(device)[0] >= 8 if on_gpu else cpu_has_bf16()
+        return torch.bfloat16 if has_bf16 else torch.float32
     if name not in DTYPES:
         raise InputError(f"dtype {name!r} is not known; use auto or one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -57,6 +62,13 @@ def keep_freed_memory() -> None:
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
         mallopt(M_MMAP_MAX, 0)  # take no block straight from the system
         mallopt(M_TRIM_THRESHOLD, -1)  # and never give any back
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All of the device's memory, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def synchronize(device: torch.device) -> None:

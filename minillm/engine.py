@@ -4,11 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from minillm.batch import pack
 from minillm.cache import KVPool
 from minillm.errors import InputError
 from minillm.kernels import backend as find_backend
 from minillm.model import Llama
+from minillm.packing import pack_weights
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, make_request
 from minillm.sampling import sample
@@ -66,8 +69,8 @@ class Engine:
         cls,
         path_or_name: str | Path = "smollm2-135m-instruct",
         *,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
         max_running: int = 32,
         budget: int = 512,
         max_len: int | None = None,
@@ -78,7 +81,7 @@ class Engine:
 
         folder = find(path_or_name)
         tokenizer = Tokenizer.from_pretrained(folder)
-        model = Llama.from_pretrained(folder, device=device, dtype=dtype)
+        model = pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
         return cls(model, tokenizer, max_running=max_running, budget=budget, max_len=max_len, backend=backend)
 
     @property
@@ -174,7 +177,8 @@ class Engine:
             while any(r.finish_reason is None for r in mine) or any(e.request in mine for e in self._inbox):
                 events = self.step()
                 self._inbox += [event for event in events if event.request not in mine]
-                yield from (event for event in events if event.request in mine)
+                # asked anew for each: the reader may abort another request between two events of one step
+                yield from (e for e in events if e.request in mine and e.request.finish_reason != "abort")
         finally:
             for request in mine:
                 self.abort(request.id)

@@ -156,7 +156,9 @@ def fetch_hub(repo: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise InputError("huggingface_hub is not installed; run `pip install 'minillm[hub]'`") from error
+        raise InputError(
+            f"huggingface_hub is not installed; run `{sys.executable} -m pip install huggingface_hub`"
+        ) from error
 
     with _lock(root):
         partial = root / f".part-{repo.replace('/', '--')}"

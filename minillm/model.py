@@ -157,7 +157,9 @@ class Llama(nn.Module):
         return self.norm.weight.dtype
 
     @classmethod
-    def from_pretrained(cls, path_or_name: str | Path, device: str = "auto", dtype: str = "auto") -> "Llama":
+    def from_pretrained(
+        cls, path_or_name: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto"
+    ) -> "Llama":
         """A model folder, or a name that `minillm weights` knows. Raises InputError, or WeightsError with the path."""
         from minillm.weights import load
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from minillm.errors import InputError
 
 MOST_STOPS, MOST_LOGPROBS = 16, 20
+MOST_BIAS = 1e30  # added to a logit in float32, it still leaves a number
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class SamplingParams:
         ):
             if not isinstance(value := getattr(self, name), kind):
                 raise InputError(f"{name} is {value!r}; it must be {right}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for name, least, most in (
             ("max_tokens", 1, math.inf),
@@ -60,9 +62,9 @@ class SamplingParams:
             ("temperature", 0.0, math.inf),
             ("top_p", 0.0, 1.0),
             ("min_p", 0.0, 1.0),
-            ("repetition_penalty", 0.0, math.inf),
-            ("presence_penalty", -math.inf, math.inf),
-            ("frequency_penalty", -math.inf, math.inf),
+            ("repetition_penalty", 1e-6, 1e6),
+            ("presence_penalty", -MOST_BIAS, MOST_BIAS),
+            ("frequency_penalty", -MOST_BIAS, MOST_BIAS),
         ):
             value = getattr(self, name)
             open_below = name in ("top_p", "repetition_penalty")
@@ -71,8 +73,8 @@ class SamplingParams:
         if len(self.stop) > MOST_STOPS or not all(isinstance(s, str) and s for s in self.stop):
             raise InputError(f"stop is {self.stop!r}; it must be at most {MOST_STOPS} strings, none of them empty")
         for token, bias in self.logit_bias.items():
-            if not _is_number(bias):
-                raise InputError(f"logit_bias of token {token!r} is {bias!r}; it must be a finite number")
+            if not _is_number(bias) or abs(bias) > MOST_BIAS:
+                raise InputError(f"logit_bias of token {token!r} is {bias!r}; it must be at most {MOST_BIAS:g} in size")
 
 
 def _is_number(value: object) -> bool:

@@ -154,8 +154,8 @@ def make_request(
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InputError("the prompt is text, but no tokenizer was given; pass token ids")
-        ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, Iterable):
+        ids = tokenizer.encode(prompt) if prompt else []  # not even where a BOS would be added
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray):
         ids = list(prompt)
     else:
         raise InputError(f"the prompt is {prompt!r}; it must be text or a list of token ids")

@@ -116,7 +116,7 @@ class Tokenizer:
             return cls(json.loads(path.read_text("utf-8")), config)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
-        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{folder}: the tokenizer's files are malformed: {error!r}") from error
 
     def encode(self, text: str, bos: bool = True) -> list[int]:

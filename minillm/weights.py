@@ -36,7 +36,7 @@ DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names for numbers that ne
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
 
 
-def load(path_or_name: str | Path, device: str = "auto", dtype: str = "auto") -> Llama:
+def load(path_or_name: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto") -> Llama:
     """A model folder, or the name of one that was fetched, to a Llama ready for inference.
 
     Raises InputError for an unknown name, device or dtype, and WeightsError, which starts with the path, for a

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from minillm.config import Config
+from minillm.errors import InputError
+from minillm.fetch import find
 from minillm.model import Llama
 
 # the tests' tensors are small: more threads would only wait for each other
@@ -41,7 +43,7 @@ def tiny() -> Llama:
 
 @pytest.fixture(scope="session")
 def real_weights() -> Path:
-    folder = Path(__file__).parents[1] / "weights" / "smollm2-135m-instruct"
-    if not (folder / "model.safetensors").exists():
+    try:
+        return find("smollm2-135m-instruct")
+    except InputError:
         pytest.skip("the real weights are not here; `make weights` fetches them")
-    return folder

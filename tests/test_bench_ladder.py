@@ -212,6 +212,9 @@ def test_the_plot_is_written(result: Result, tmp_path: Path):
 
 def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path: Path):
     report.check_writable(None)
+    for name in ("plot", "plot.gif", "plot.PNG.txt"):  # else it would be found out when all is measured
+        with pytest.raises(InputError, match="must end in one of .png"):
+            report.check_writable(tmp_path / name, report.PLOT_SUFFIXES)
     report.check_writable(tmp_path / "new.json")
     with pytest.raises(InputError, match="is a folder"):
         report.check_writable(tmp_path)

@@ -189,7 +189,7 @@ def test_pool_is_a_map_from_slot_to_the_last_write(tiny: Llama, writes: list[lis
         pool.store(1, torch.tensor(slots), k, v)
         expected |= {slot: torch.stack((k[i], v[i])) for i, slot in enumerate(slots)}
     for index in (torch.tensor([3, 0, 3]), torch.tensor([[1, 2], [6, 6], [0, 5]])):
-        k, v = pool.gather(1, index)
+        k, v = pool.gather(1, pool.index(index))
         assert k.shape == v.shape == (*index.shape, 2, 8)
         wanted = torch.stack([expected[int(slot)] for slot in index.flatten()]).unflatten(0, index.shape)
         assert torch.equal(torch.stack((k, v), dim=-3), wanted)
@@ -200,7 +200,7 @@ def test_pool_has_one_scratch_slot_beyond_its_total(tiny: Llama) -> None:
     pool = KVPool(tiny, n_slots=7, max_running=2, max_len=4)
     one = random(1, 2, 8)
     pool.store(0, torch.tensor([7]), one, one)
-    assert torch.equal(pool.gather(0, torch.tensor([7]))[0], one)
+    assert torch.equal(pool.gather(0, pool.index(torch.tensor([7])))[0], one)
     assert pool.nbytes == TINY.kv_bytes_per_token(8) * 8
     assert pool.table.shape == (2, 4)
 

@@ -214,7 +214,7 @@ def test_what_is_stored_is_what_the_model_computed(tiny: Llama) -> None:
         tiny(torch.tensor(request.tokens[:n]), positions, Keep())
         slots = torch.tensor(request.slots)
         for layer, kv in keys.items():
-            stored = torch.stack(engine.pool.gather(layer, slots))  # [2, n, Hkv, D]
+            stored = torch.stack(engine.pool.gather(layer, engine.pool.index(slots)))  # [2, n, Hkv, D]
             torch.testing.assert_close(stored, kv, rtol=0, atol=1e-11)
 
 
@@ -326,7 +326,7 @@ def test_bad_input_is_refused_at_the_door_and_nothing_is_queued(tiny: Llama) -> 
 def test_an_extreme_bias_of_one_is_not_felt_by_another(tiny: Llama) -> None:
     """vllm#54195: a bias was written into a neighbour's row."""
     good = SamplingParams(max_tokens=6)
-    params = [good, SamplingParams(max_tokens=6, logit_bias={0: 1e308, 63: -1e308}), good]
+    params = [good, SamplingParams(max_tokens=6, logit_bias={0: 1e30, 63: -1e30}), good]
     prompts = [[5], [6, 7], [8]]
     outputs = an_engine(tiny).generate(prompts, params)
     assert outputs[1].token_ids == [0] * 6
@@ -415,15 +415,14 @@ def test_an_id_that_the_tokenizer_does_not_know_reads_as_a_replacement() -> None
     assert output.prompt_ids == [10] and output.token_ids == [63, 11, 12] and output.text == "\ufffd,-"
 
 
-def test_empty_text_is_refused_unless_there_is_a_bos() -> None:
+def test_empty_text_is_refused_and_the_next_request_served() -> None:
     """vllm#7283, vllm#7632: an empty prompt killed the engine for everyone."""
     model = follow(chain(2, 3, 4, 5))
-    engine = an_engine(model, Codec(["x"] * 64))
-    with pytest.raises(InputError, match="the prompt is empty"):
-        engine.generate([""])
-    assert ends(engine.generate([[2]], SamplingParams(max_tokens=2))) == [([3, 4], "length")]
-    engine = an_engine(model, Codec(["x"] * 64, bos=[2]))
-    assert ends(engine.generate([""], SamplingParams(max_tokens=2))) == [([3, 4], "length")]
+    for bos in ((), [2]):  # a BOS can be asked for by its id
+        engine = an_engine(model, Codec(["x"] * 64, bos=bos))
+        with pytest.raises(InputError, match="the prompt is empty"):
+            engine.generate([""])
+        assert ends(engine.generate([[2]], SamplingParams(max_tokens=2))) == [([3, 4], "length")]
 
 
 # ---- the API
@@ -587,3 +586,25 @@ def test_the_engine_leaves_the_model_and_its_inputs_alone(tiny: Llama) -> None:
     assert tiny.config == config and prompts == [[5, 6], [7]]
     assert params == SamplingParams(max_tokens=3, stop_token_ids=[7], logit_bias={4: 1.0})
     assert all(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
+
+
+def test_more_kv_memory_than_the_machine_has_is_refused_with_both_numbers(
+    tiny: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minillm.cache.memory_bytes", lambda device: 5_000_000)
+    with pytest.raises(InputError, match="32768 positions take 0.0168 GB, and cpu has 0.005 GB"):
+        Engine(tiny, max_running=256, max_len=128)
+    Engine(tiny, max_running=2, max_len=128)
+
+
+def test_a_text_aborted_while_events_are_read_gives_no_token_after_that(tiny: Llama) -> None:
+    """vllm#18485: the events of one step are handed out one by one, and the reader may act in between."""
+    engine = an_engine(tiny)
+    seen: list[int] = []
+    for event in engine.stream([[5], [6, 7]], SamplingParams(max_tokens=4, ignore_eos=True)):
+        seen.append(event.request.prompt[0])
+        if len(seen) == 1:
+            [other] = set(engine._requests.values()) - {event.request}
+            assert engine.abort(other.id) is not None
+    assert seen == [5] * 4
+    assert_drained(engine)

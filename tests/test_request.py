@@ -53,8 +53,9 @@ def speak(pieces: Sequence[bytes | str], **params: Any) -> tuple[list[str], str 
         *[("top_p", v) for v in (0, 0.0, -0.1, 1.1, math.nan, None)],
         *[("min_p", v) for v in (-0.1, 1.1, math.nan)],
         *[("seed", v) for v in (-1, 2**64, 1.0, True)],
-        *[("repetition_penalty", v) for v in (0, -1, math.inf, None)],
-        *[("presence_penalty", v) for v in (math.nan, math.inf, "a")],
+        *[("repetition_penalty", v) for v in (0, -1, math.inf, None, 1e-40)],
+        *[("presence_penalty", v) for v in (math.nan, math.inf, "a", 1e39)],
+        *[("logit_bias", v) for v in ({3: 1e39}, {3: -1e39})],  # more than a float32 logit can take
         *[("frequency_penalty", v) for v in (math.nan, -math.inf)],
         *[("logprobs", v) for v in (-1, 21, 1.0, True)],
         *[("stop", v) for v in ("", [""], ["a"] * 17, [3], [b"a"], None, 5)],
@@ -131,7 +132,6 @@ def test_an_empty_prompt_is_refused_as_text_and_as_ids() -> None:
     for prompt in ("", [], ()):
         with pytest.raises(InputError, match="the prompt is empty; it must hold at least one token"):
             a_request(prompt, codec)
-    assert a_request("", Codec("abc", bos=[2])).prompt == [2]
 
 
 @pytest.mark.parametrize("prompt", [5, None, 2.5])
@@ -367,3 +367,15 @@ def test_arrivals_wait_only_when_asked_to() -> None:
     arrivals = Arrivals(requests)
     assert arrivals.take(5) == [soon] and time.monotonic() - start >= 0.05
     assert not arrivals
+
+
+def test_stop_token_ids_may_come_from_a_generator() -> None:
+    """It can be read only once: a check that reads it must not leave nothing behind."""
+    assert a_request([5], stop_token_ids=(i for i in (7, 8))).stop_ids >= {7, 8}
+
+
+@pytest.mark.parametrize("prompt", ["", [], (), b"Hello", bytearray(b"Hello")])
+def test_nothing_and_bytes_are_no_prompt_even_where_a_bos_would_be_added(prompt: object) -> None:
+    """vllm#7283; bytes would pass for token ids."""
+    with pytest.raises(InputError, match="prompt"):
+        make_request(prompt, SamplingParams(), TINY, Codec([], bos=[3]), 8)  # type: ignore[arg-type]

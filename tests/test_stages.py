@@ -52,7 +52,7 @@ def limits_of(name: str, max_running: int, chunk: int) -> dict[str, int]:
     if name == "chunked":
         return {"chunk": chunk}
     if name == "continuous":
-        return {"max_running": max_running, "budget": chunk}
+        return {"max_running": max_running, "budget": max(max_running, chunk)}
     return {} if name in ("naive", "cached") else {"max_running": max_running}
 
 

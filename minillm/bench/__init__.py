@@ -33,21 +33,24 @@ def run_command(
     Raises InputError for an unknown stage, preset, model, device or dtype and for a file that cannot be
     written, before anything is measured. Returns the exit status: 1 if a text is not the naive model's.
     """
-    from minillm.bench import ladder, report, workload  # imports torch and matplotlib only when asked for
+    from minillm.bench import claims, ladder, report, workload  # imports torch and matplotlib only when asked for
     from minillm.fetch import find
     from minillm.model import Llama
+    from minillm.packing import pack_weights
     from minillm.tokenizer import Tokenizer
 
     chosen = workload.pick_preset(preset)
     names = ladder.pick_stages(stages)
-    for path in (json_path, plot_path):
-        report.check_writable(path)
+    report.check_writable(json_path)
+    report.check_writable(plot_path, report.PLOT_SUFFIXES)
     folder = find(model)
     with console.status(f"Loading {folder.name}"):
-        llama = Llama.from_pretrained(folder, device=device, dtype=dtype)
+        llama = pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
         tokenizer = Tokenizer.from_pretrained(folder)
     work = workload.real_workload(tokenizer, chosen, llama.config)
     result = ladder.measure(llama, folder.name, work, chosen, names, console, stream)
+    if chosen.claims:
+        result.claims.append(claims.loading(folder))
     report.show(result, console)
     report.save(result, json_path, plot_path, console)
     return 1 if any(row.void for row in result.rows) else 0

@@ -78,7 +78,13 @@ def run_tests(console: Console) -> bool:
     if importlib.util.find_spec("pytest") is None:
         console.print("pytest is not installed; the CUDA tests are left out")
         return True
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "tests"]
+    # these files alone: others import packages that a GPU machine may lack
+    tests = Path(__file__).resolve().parents[2] / "tests"
+    files = [str(path) for path in sorted(tests.glob("test_*.py")) if "mark.cuda" in path.read_text("utf-8")]
+    if not files:
+        console.print(f"{tests} holds no test marked cuda")
+        return True
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", *files]
     try:
         status = subprocess.run(command, timeout=TEST_SECONDS).returncode
     except subprocess.TimeoutExpired:

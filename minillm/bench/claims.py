@@ -1,6 +1,7 @@
 """Comparisons with a target: what a step of the ladder is said to buy, measured on this machine."""
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from minillm.bench import peers
 from minillm.bench.harness import Job, Run, run
@@ -17,6 +19,7 @@ from minillm.bench.rows import Row
 from minillm.bench.verify import MOST_EXCUSED, Verifier, judge
 from minillm.errors import InputError
 from minillm.model import Llama
+from minillm.weights import load_folder
 
 REPEATS = 3
 
@@ -166,6 +169,29 @@ class PeakMemory:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
         raise OSError(f"/proc/self/status has no {name}")
+
+
+def loading(folder: Path) -> Claim:
+    """Seconds to load a model from the page cache, over those that reading and copying every tensor takes."""
+    files = sorted(folder.glob("*.safetensors"))
+    stored = next(iter(load_file(files[0]).values())).dtype
+    ours, plain = [], []
+    for _ in range(2 + REPEATS):
+        start = time.perf_counter()
+        copies = [tensor.clone() for file in files for tensor in load_file(file).values()]
+        middle = time.perf_counter()
+        load_folder(folder, torch.device("cpu"), stored)
+        ours.append(time.perf_counter() - middle)
+        plain.append(middle - start)
+        del copies
+    return at_most(
+        "loading the model over load_file and a copy of every tensor, warm",
+        2,
+        median(ours) / median(plain),
+        f"{median(plain) * 1e3:.0f} to {median(ours) * 1e3:.0f} ms",
+        load_seconds=ours,
+        load_file_and_clone_seconds=plain,
+    )
 
 
 def batching(rows: Sequence[Row]) -> Claim:

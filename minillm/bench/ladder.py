@@ -104,7 +104,10 @@ def measure(
         model={
             "name": name,
             "weights": workload.weights,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            # a tied head is the embedding, whether it has a packed copy or not
+            "parameters": sum(
+                p.numel() for n, p in model.named_parameters() if not (model.config.tied and n == "head.weight")
+            ),
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
         },

@@ -1,5 +1,6 @@
 """transformers' own padded `generate` on the same weights, for comparison (the `dev` extra)."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ def from_llama(model: Llama) -> Any:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        raise InputError("transformers is not installed; pip install 'minillm[dev]' brings it") from None
+        raise InputError(f"transformers is not installed; run `{sys.executable} -m pip install transformers`") from None
     c = model.config
     if c.qkv_bias or c.qk_norm or c.rope_scaling:
         raise InputError("the comparison is written for plain Llamas: no bias, no q/k norm, no RoPE scaling")
@@ -44,7 +45,8 @@ def from_llama(model: Llama) -> Any:
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         rows = [shape[0] for shape in split_shape(name, tuple(parameter.shape), c)]
-        weights.update(zip(sources_of(name), parameter.split(rows), strict=True))
+        plain = parameter.to_dense() if parameter.is_mkldnn else parameter  # see `packing`
+        weights.update(zip(sources_of(name), plain.split(rows), strict=True))
     if c.tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     peer: Any = LlamaForCausalLM(LlamaConfig(**settings))

@@ -19,13 +19,16 @@ from minillm.bench.metrics import DEFINITIONS
 from minillm.bench.rows import Row
 from minillm.errors import InputError
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 SCHEMA = 1  # of the JSON file; goes up when an entry changes its meaning or goes away
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, suffixes: Sequence[str] = ()) -> None:
     """Raises InputError for a file that could not be written later, when the measuring is done."""
     if path is None:
         return
+    if suffixes and path.suffix not in suffixes:
+        raise InputError(f"{path} must end in one of {', '.join(suffixes)}")
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
     if not path.parent.is_dir():
@@ -133,7 +136,7 @@ def latency_table(rows: Sequence[Row]) -> Table:
         "By kind of token, and latency (all requests at time 0)",
         "/s: tokens per second. ttft: to the first token, queueing included. tpot: a request's mean time per "
         "further token. itl: gaps between tokens. e2el: to the last token. Medians, and p95.",
-        ("stage", "prompt/s", "total/s", "wall s", "ttft s", "tpot ms", "p95", "itl ms", "e2el s"),
+        ("stage", "prompt/s", "total/s", "ttft s", "p95", "tpot ms", "p95", "itl ms", "e2el s"),
     )
     for row in rows:
         if row.void:
@@ -143,8 +146,8 @@ def latency_table(rows: Sequence[Row]) -> Table:
             label(row),
             f"{row.prompt_throughput:,.0f}",
             f"{row.total_token_throughput:,.0f}",
-            f"{row.wall:.2f}",
             f"{row.ttft_median:.2f}",
+            f"{row.ttft_p95:.2f}",
             f"{row.tpot_median * 1e3:.1f}",
             f"{row.tpot_p95 * 1e3:.1f}",
             f"{row.itl_median * 1e3:.1f}",
@@ -193,12 +196,12 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def save(result: Result, json_path: Path | None, plot_path: Path | None, console: Console) -> None:
-    if plot_path is not None:
-        plot(result).savefig(plot_path, dpi=150)
-        console.print(Text(f"Plot: {plot_path}"))
     if json_path is not None:
         json_path.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         console.print(Text(f"JSON: {json_path}"))
+    if plot_path is not None:
+        plot(result).savefig(plot_path, dpi=150)
+        console.print(Text(f"Plot: {plot_path}"))
 
 
 def alt_text(result: Result) -> str:

@@ -1,6 +1,7 @@
 """From runs to rows: one stage, measured, and compared with the one before it and the first."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -23,7 +24,7 @@ class Row:
     request_set: str
     positions_checked: int
     share_excused: float
-    largest_gap: float
+    largest_gap: float | None  # None: it was no number
     void: str | None
     steps: int
     tokens_pushed: int
@@ -39,6 +40,7 @@ class Row:
     total_token_throughput: float
     request_throughput: float
     ttft_median: float
+    ttft_p95: float
     tpot_median: float
     tpot_p95: float
     itl_median: float
@@ -109,7 +111,7 @@ def make_row(stage: str, key: str, runs: Sequence[Run], verdict: Verdict, model:
         request_set=key,
         positions_checked=verdict.check.positions,
         share_excused=verdict.check.share_excused,
-        largest_gap=verdict.check.gap,
+        largest_gap=verdict.check.gap if math.isfinite(verdict.check.gap) else None,
         void=verdict.void,
         steps=len(one.counts.steps),
         tokens_pushed=one.tokens_pushed,
@@ -125,6 +127,7 @@ def make_row(stage: str, key: str, runs: Sequence[Run], verdict: Verdict, model:
         total_token_throughput=median(s.total_token_throughput for s in rounds),
         request_throughput=median(s.request_throughput for s in rounds),
         ttft_median=over_rounds("ttft", "median"),
+        ttft_p95=over_rounds("ttft", "p95"),
         tpot_median=over_rounds("tpot", "median"),
         tpot_p95=over_rounds("tpot", "p95"),
         itl_median=over_rounds("itl", "median"),

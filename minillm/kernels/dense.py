@@ -22,9 +22,10 @@ from minillm.cache import KVPool
 class DenseAttend:
     def __init__(self, pool: KVPool, batch: Batch):
         self.pool, self.batch = pool, batch
-        self.slots, positions, seq = context(batch, pool.table)  # [S] each
+        slots, positions, seq = context(batch, pool.table)  # [S] each
+        self.index = pool.index(slots)  # [Hkv, S]
         self.mask = attention.visible(batch.positions, positions, batch.seq, seq)  # [T, S]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.pool.store(layer, self.batch.slots, k, v)
-        return attention.sdpa(q, *self.pool.gather(layer, self.slots), self.mask)  # [T, H, D]
+        return attention.sdpa(q, *self.pool.gather(layer, self.index), self.mask)  # [T, H, D]

@@ -14,12 +14,12 @@ from minillm.cache import KVPool
 class GatherAttend:
     def __init__(self, pool: KVPool, batch: Batch):
         self.pool, self.batch = pool, batch
-        self.groups = groups(batch, pool.table)
+        self.groups = [(group, pool.index(group.slots)) for group in groups(batch, pool.table)]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.pool.store(layer, self.batch.slots, k, v)
         out = torch.empty_like(q)  # [T, H, D]
-        for group in self.groups:
-            keys, values = self.pool.gather(layer, group.slots)  # [N, S, Hkv, D]
+        for group, index in self.groups:
+            keys, values = self.pool.gather(layer, index)  # [N, S, Hkv, D]
             out[group.queries] = attention.sdpa(q[group.queries], keys, values, group.mask)  # [N, t, H, D]
         return out

@@ -11,7 +11,7 @@ def generate(model: Llama, requests: Iterable[Request], max_running: int = 8, bu
     requests = list(requests)
     arrivals = Arrivals(requests)
     size = max((request.most_slots for request in requests), default=1)
-    engine = Engine(model, max_running=max_running, budget=max(budget, max_running), max_len=size)
+    engine = Engine(model, max_running=max_running, budget=budget, max_len=size)
     while engine.busy or arrivals:
         for request in arrivals.take(len(requests), wait=not engine.busy):
             engine.submit(request)

@@ -1,0 +1,58 @@
+"""Weights laid out for oneDNN's matmul once, at the start, instead of row by row at every call.
+
+A CPU's matrix unit wants small blocks of a weight side by side. `nn.Linear` keeps rows, so each call either gathers
+the blocks anew or reads memory in an order it does not like; at small batches, where reading the weights is all the
+work, that doubles the time. The same numbers come out. oneDNN's packing is behind private names of torch: they are
+looked for, and without them (or on a GPU, or in a dtype that this CPU does not multiply) nothing changes but the speed.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from minillm.errors import InputError
+from minillm.model import Llama
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` whose weight [out, in] lies in oneDNN's own order (`weight.to_dense()` has it in rows)."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # [..., out]
+        return y
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise InputError("a packed model cannot be moved or converted; load it again with that device and dtype")
+
+    def _save_to_state_dict(self, *args: Any) -> NoReturn:
+        raise InputError("a packed model cannot be saved; load it again with Llama.from_pretrained and save that")
+
+
+def pack_weights(model: Llama) -> Llama:
+    """Replaces every Linear of the model in place, and lets go of the plain weights; returns the model.
+
+    A tied head gets a packed copy of its own, since the embedding is read by rows.
+    """
+    if model.device.type != "cpu" or not can_pack(model.dtype):
+        return model
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child))
+    return model
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch has the two operators and this CPU the arithmetic: found by doing it once."""
+    try:
+        PackedLinear(nn.Linear(16, 16, dtype=dtype))(torch.zeros(1, 16, dtype=dtype))
+    except (AttributeError, RuntimeError):
+        return False
+    return True
