@@ -54,7 +54,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     # Query heads j*G .. j*G+G-1 share key-value head j. Folding those G heads into the rows makes one matmul per
     # key-value head and repeats no K or V. Heads lead, since that is how the caches lie in memory: no copies.
     q = q.unflatten(-2, (Hkv, H // Hkv)).movedim((-3, -2), (0, -3))  # [Hkv, ..., G, T, D]
-    q = q.reshape(Hkv, *lead, -1, D) * D**-0.5  # [Hkv, ..., G*T, D]; scaled now, the product can't overflow float16
+    q = q.reshape(Hkv, *lead, -1, D) * D**-0.5  # [Hkv, ..., G*T, D]; before the product, which float16 may not hold
     k, v = k.movedim(-2, 0), v.movedim(-2, 0)  # [Hkv, ..., S, D]
 
     scores = (q @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32))  # [Hkv, ..., G*T, S]
