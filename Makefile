@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 PRESET ?= full
+OUT ?= build
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
@@ -24,7 +25,7 @@ ifeq ($(filter cpu cuda,$(TORCH)),)
 $(error TORCH is '$(TORCH)'; it must be cpu or cuda)
 endif
 
-.PHONY: help run test lint bench check-gpu weights doctor clean
+.PHONY: help run test lint bench readme check-gpu weights doctor clean
 
 help: ## explain every target (this text)
 	@echo "make TARGET, where TARGET is one of"
@@ -42,10 +43,14 @@ lint: $(VENV)/.dev ## check style, formatting and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(VENV)/.base $(WEIGHTS) ## measure every stage; results/ladder-PRESET.json and .png
-	@mkdir -p results
-	$(VENV)/bin/minillm bench --preset $(PRESET) --json results/ladder-$(PRESET).json \
-	    --plot results/ladder-$(PRESET).png $(ARGS)
+bench: $(VENV)/.base $(WEIGHTS) ## measure every stage; build/ladder-PRESET.json and .png
+	@mkdir -p $(OUT)
+	$(VENV)/bin/minillm bench --preset $(PRESET) --json $(OUT)/ladder-$(PRESET).json \
+	    --plot $(OUT)/ladder-$(PRESET).png $(ARGS)
+
+readme: $(VENV)/.dev ## measure anew into results/, and fill the README's tables from there (13 minutes)
+	$(MAKE) bench PRESET=full OUT=results
+	$(PY) -m minillm.bench.readme
 
 check-gpu: ## test and measure on a CUDA GPU, with the torch that PYTHON has (no set-up)
 	PYTHONPATH=. $(PYTHON) -m minillm.bench.check_gpu $(ARGS)

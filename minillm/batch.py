@@ -103,8 +103,8 @@ def context(batch: Batch, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return table[seq, positions], positions, seq
 
 
-# Reading one slot too many costs about 28 ns a layer, one more rectangle about 90 us (a 2-core EPYC): a rectangle
-# is split where it would read more than this many slots for nothing.
+# A slot read for nothing costs tens of nanoseconds a layer on a CPU, one more rectangle some 90 microseconds of small
+# operations: a rectangle is split where it would read more than this many slots for nothing.
 SPLIT = 3000
 
 

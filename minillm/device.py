@@ -54,8 +54,8 @@ def keep_freed_memory() -> None:
     """Has glibc keep freed memory for the next tensor instead of handing it back to the system.
 
     Attention over a long prompt makes large tensors and drops them again in every layer. By default each of them
-    is mapped afresh, and touching its pages for the first time takes longer than the arithmetic: 8 padded prompts
-    of 400 tokens took 3.1 s, and take 1.6. See mallopt(3). Without glibc nothing changes.
+    is mapped afresh, and touching its pages for the first time can take longer than the arithmetic. The price: the
+    process keeps the memory of its largest moment. See mallopt(3). Without glibc nothing changes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

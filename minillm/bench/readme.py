@@ -1,4 +1,4 @@
-"""`python -m minillm.bench.readme`: puts the stored results into README.md, between its markers.
+"""`make readme`: puts the stored results into README.md, between its markers.
 
 The README holds no number that was typed by hand: a test compares its table with the results file.
 """

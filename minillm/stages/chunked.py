@@ -1,4 +1,4 @@
-"""Stage 2, chunked: at most `chunk` tokens at a time, so a long prompt needs no more memory than a short one."""
+"""Stage 2, chunked: at most `chunk` tokens at a time, so memory no longer grows with the square of the prompt."""
 
 from collections.abc import Iterable, Iterator
 
