@@ -1,10 +1,10 @@
 """Which device and dtype to use, when the user says "auto" and when they say what this machine cannot do."""
 
 import ctypes
-import os
 
 import torch
 
+from minillm import host
 from minillm.errors import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -65,10 +65,10 @@ def keep_freed_memory() -> None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All of the device's memory, used or not."""
+    """All of the device's memory that this process may use, taken or not."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host.memory_bytes()
 
 
 def synchronize(device: torch.device) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from minillm import host
 from minillm.errors import InputError
 from minillm.terminal import one_line
 
@@ -103,13 +104,7 @@ def usable_cores() -> int:
 
 
 def memory_gb() -> float:
-    """The machine's memory, or what a container may use of it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        pass  # no limit: the file isn't there, or says "max"
-    return round(total / 1e9, 1)
+    return round(host.memory_bytes() / 1e9, 1)
 
 
 # ---- torch, and how fast it is

@@ -2,7 +2,7 @@
 
 A CPU's matrix unit wants small blocks of a weight side by side. `nn.Linear` keeps rows, so each call either gathers
 the blocks anew or reads memory in an order it does not like; at small batches, where reading the weights is all the
-work, that doubles the time. The same numbers come out. oneDNN's packing is behind private names of torch: they are
+work, that can double the time. The same numbers come out. oneDNN's packing is behind private names of torch: they are
 looked for, and without them (or on a GPU, or in a dtype that this CPU does not multiply) nothing changes but the speed.
 """
 

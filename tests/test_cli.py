@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tomllib
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +27,14 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from minillm import doctor
-from minillm.cli import app, read_prompts
+from minillm.cli import app, read_prompts, write_in_order
 from minillm.config import Config
 from minillm.conversation import Conversation
 from minillm.engine import Engine
 from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.params import SamplingParams
+from minillm.request import Event, make_request
 from minillm.stages import STAGES
 from minillm.terminal import one_line, printable
 from minillm.tokenizer import BYTE_OF, Tokenizer
@@ -639,3 +640,17 @@ def test_doctor_knows_all_dependencies() -> None:
     assert [re.match(r"\w+", need)[0] for need in project["dependencies"]] == list(doctor.NEEDED)
     for package, extra in doctor.OPTIONAL.items():
         assert package in project["optional-dependencies"][extra]
+
+
+def test_ctrl_c_loses_no_text_that_was_made(capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts are put out whole and in order; what is unfinished when the key is pressed comes as far as it came."""
+    requests = [make_request([5], SamplingParams(max_tokens=3), TINY, None, 8) for _ in range(3)]
+
+    def events() -> Iterator[Event]:
+        yield Event(requests[1], 1, "second", "stop")
+        yield Event(requests[0], 1, "fir", None)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_in_order(["a", "b", "c"], requests, events())
+    assert re.findall(r"=== (\d) of 3.*\n(.*)\n", capsys.readouterr().out) == [("1", "fir"), ("2", "second"), ("3", "")]

@@ -1,9 +1,11 @@
 """Device and dtype: what "auto" means, what is refused, and torch's own objects in place of names."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from minillm import device
+from minillm import device, host
 from minillm.device import DTYPES, keep_freed_memory, pick_device, pick_dtype
 from minillm.errors import InputError
 
@@ -40,7 +42,19 @@ def test_a_torch_without_the_probes_counts_as_a_cpu_without_bf16(monkeypatch: py
     assert device.cpu_has_bf16() is False
 
 
-def test_keeping_memory_needs_no_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_memory_is_kept_with_glibc_and_nothing_happens_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    glibc = SimpleNamespace(mallopt=lambda *setting: calls.append(setting))
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda _: glibc)
     keep_freed_memory()
+    assert calls == [(-4, 0), (-1, -1)]  # malloc.h: M_MMAP_MAX none, M_TRIM_THRESHOLD never
     monkeypatch.setattr(device.ctypes, "CDLL", lambda _: object())
     keep_freed_memory()
+
+
+def test_memory_is_the_containers_where_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = host.memory_bytes()
+    for limit, expected in (("1000000\n", 1_000_000), ("max\n", None), (str(10**18), None)):
+        monkeypatch.setattr(host.Path, "read_text", lambda self, encoding, limit=limit: limit)
+        found = device.memory_bytes(CPU)
+        assert found == host.memory_bytes() == expected if expected else found >= total

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.attention import SelfAttend
+from minillm.bench.claims import loading
 from minillm.config import Config
 from minillm.errors import InputError, WeightsError
 from minillm.model import Llama
@@ -527,3 +529,11 @@ def test_saved_and_loaded_is_the_same_model(tmp_path: Path, tiny: Llama) -> None
         assert model.device == CPU and model.dtype == torch.float64
     a, b = (m(positions, positions, SelfAttend(positions)) for m in (tiny, again))
     assert torch.equal(tiny.logits(a), again.logits(b))
+
+
+def test_what_loading_costs_is_measured_on_the_folder_itself(tmp_path: Path) -> None:
+    """The benchmark's comparison: as many times of ours as of load_file, and their medians' ratio."""
+    claim = loading(write(tmp_path))
+    ours, plain = (claim.values[key] for key in ("load_seconds", "load_file_and_clone_seconds"))
+    assert len(ours) == len(plain) > 2 and min(ours + plain) > 0
+    assert claim.measured == median(ours) / median(plain) and claim.met is (claim.measured <= 2)
