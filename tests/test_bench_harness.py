@@ -157,7 +157,9 @@ def test_the_device_has_finished_before_the_clock_is_read(tiny: Llama, monkeypat
     monkeypatch.setattr(harness, "synchronize", lambda device: calls.append("wait"))
     monkeypatch.setattr(time, "perf_counter", lambda: calls.append("read") or float(len(calls)))
     run(tiny, "cached", ONE)
-    assert calls == ["wait", "read"] * (1 + 3)  # the start, and each token
+    assert calls.count("wait") == 1 + 3  # the start, and each token
+    assert all(after == "read" for before, after in zip(calls, calls[1:], strict=False) if before == "wait")
+    assert calls.count("read") == 1 + 3 + 3 + 1  # without waiting: as a step begins, and at the end
 
 
 def test_a_job_stops_at_the_end_of_text_unless_told_otherwise(tiny: Llama):
@@ -193,3 +195,74 @@ def test_cuda_times_the_work_and_not_the_asking():
         return fastest(lambda: a @ a, device, 0.2)
 
     assert seconds(8192) > 20 * seconds(1024)
+
+
+# ---- steps: whose tokens, when, and what they held
+
+
+NEW = {  # of requests 0 and 1: 4 and 2 prompt tokens, 2 and 3 new ones
+    "naive": [{0: 4}, {0: 5}, {1: 2}, {1: 3}, {1: 4}],
+    "cached": [{0: 4}, {0: 1}, {1: 2}, {1: 1}, {1: 1}],
+    "chunked": [{0: 3}, {0: 1}, {0: 1}, {1: 2}, {1: 1}, {1: 1}],  # chunks of 3
+    "padded": [{0: 4, 1: 2}, {0: 1, 1: 1}, {1: 1}],
+    "dynamic": [{0: 4, 1: 2}, {0: 1, 1: 1}, {1: 1}],
+    "ragged": [{0: 4, 1: 2}, {0: 1, 1: 1}, {1: 1}],
+    "continuous": [{0: 3}, {0: 1, 1: 2}, {0: 1, 1: 1}, {1: 1}],  # a budget of 3
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_step_says_whose_tokens_it_computed(tiny: Llama, stage: str):
+    jobs = [Job(prompt(4), 2), Job(prompt(2, first=9), 3)]
+    done = run(tiny, stage, jobs, {"chunk": 3, "budget": 3, "max_running": 2})
+    assert [step.new for step in done.counts.steps] == NEW[stage]
+
+
+@given(data=st.data(), stage=st.sampled_from(list(STAGES)))
+def test_steps_add_up(data: st.DataObject, stage: str, tiny: Llama):
+    sizes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=5))
+    jobs = [Job(prompt(n, first=i), m) for i, (n, m) in enumerate(sizes)]
+    limits = {"chunk": data.draw(st.integers(1, 5)), "max_running": data.draw(st.integers(1, 3))}
+    limits["budget"] = data.draw(st.integers(limits["max_running"], 8))
+    done = run(tiny, stage, jobs, limits)
+    steps = done.counts.steps
+    for i, job in enumerate(jobs):
+        computed = sum(step.new.get(i, 0) for step in steps)
+        again = sum(range(len(job.prompt), len(job.prompt) + job.max_tokens))  # the whole text for each token
+        assert computed == (again if stage == "naive" else len(job.prompt) + job.max_tokens - 1)
+    for step in steps:
+        assert sum(step.new.values()) <= step.tokens and step.new
+        assert step.began <= step.ended
+        assert step.stored_tokens * TOKEN_BYTES <= step.reserved_bytes
+    assert all(one.ended <= other.began for one, other in zip(steps, steps[1:], strict=False))
+    for start, arrival, times in zip(done.starts, done.arrivals, done.times, strict=True):
+        assert arrival <= start <= times[0]
+
+
+def test_stored_tokens_by_hand(tiny: Llama):
+    done = run(tiny, "padded", [Job(prompt(4), 2), Job(prompt(2, first=9), 3)], {"max_running": 2})
+    # 4 + 2 after the prompts; 5 + 3; then request 0 has ended, and only 4 of request 1 are needed
+    assert [step.stored_tokens for step in done.counts.steps] == [6, 8, 4]
+    assert {step.reserved_bytes for step in done.counts.steps} == {2 * 6 * TOKEN_BYTES}  # one place is for pads
+
+
+# ---- arrivals
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_starts_before_it_arrives(tiny: Llama, stage: str):
+    jobs = [Job(prompt(2, first=i), 2, arrival=0.02 * i) for i in range(3)]
+    done = run(tiny, stage, jobs, {"max_running": 2})
+    assert done.arrivals == [0.0, 0.02, 0.04]
+    assert all(start >= arrival - 1e-3 for start, arrival in zip(done.starts, done.arrivals, strict=True))
+    assert done.summary.ttft is not None and done.summary.ttft.p99 < done.summary.wall  # counted from the arrival
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clients", [1, 2, 3, 9])
+def test_in_a_closed_loop_a_request_arrives_when_another_ends(tiny: Llama, stage: str, clients: int):
+    jobs = [Job(prompt(2, first=i), 1 + i % 3) for i in range(6)]
+    done = run(tiny, stage, jobs, {"max_running": 2}, clients=clients)
+    ends = sorted(times[-1] for times in done.times)
+    assert done.arrivals == [0.0] * min(clients, 6) + ends[: max(0, 6 - clients)]
+    assert [len(output) for output in done.outputs] == [job.max_tokens for job in jobs]

@@ -11,8 +11,8 @@ from conftest import TINY
 from rich.console import Console
 
 from minillm import attention
-from minillm.bench import claims, ladder, live, peers, report, run_command, workload
-from minillm.bench.harness import Job, run
+from minillm.bench import claims, ladder, live, peers, report, results, run_command, workload
+from minillm.bench.harness import Job, Run, run
 from minillm.bench.ladder import Result, measure, pick_stages, sets_of
 from minillm.bench.verify import Verifier
 from minillm.bench.workload import PRESETS, pick_preset, random_workload
@@ -108,7 +108,7 @@ def test_rounds_stop_when_there_is_no_time_for_another(tiny: Llama):
     console, work = silent(), random_workload(SHORT, TINY)
     plan = sets_of(["cached", "padded"])
     hurried = dataclasses.replace(SHORT, seconds=-1, rounds=9)
-    runs = ladder.timed_rounds(tiny, plan, work.sets, work, hurried, 0.0, console)
+    runs, _ = ladder.timed_rounds(tiny, plan, work.sets, work, hurried, 0.0, console)
     assert {key: len(value) for key, value in runs.items()} == {("cached", "main"): 1, ("padded", "main"): 1}
 
 
@@ -184,9 +184,9 @@ def test_the_tables_say_whether_it_is_right_before_how_fast(result: Result):
 def test_json_holds_everything_and_comes_back(result: Result, tmp_path: Path):
     path = tmp_path / "out.json"
     report.save(result, path, None, silent())
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = results.load(path)["ladder"]
     assert found == json.loads(json.dumps(report.as_json(result)))
-    assert found["schema"] == report.SCHEMA
+    assert found["partial"] is False
     for key in ("cpu", "cores", "memory_gb"):
         assert found["about"]["machine"][key]
     for key in ("python", "torch", "minillm"):
@@ -211,17 +211,40 @@ def test_the_plot_is_written(result: Result, tmp_path: Path):
 
 
 def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path: Path):
-    report.check_writable(None)
-    for name in ("plot", "plot.gif", "plot.PNG.txt"):  # else it would be found out when all is measured
-        with pytest.raises(InputError, match="must end in one of .png"):
-            report.check_writable(tmp_path / name, report.PLOT_SUFFIXES)
-    report.check_writable(tmp_path / "new.json")
-    with pytest.raises(InputError, match="is a folder"):
-        report.check_writable(tmp_path)
-    with pytest.raises(InputError, match="there is no folder"):
-        report.check_writable(tmp_path / "nowhere" / "out.json")
     with pytest.raises(InputError, match="there is no folder"):
         run_command(None, "quick", "no such model", "cpu", "auto", tmp_path / "x" / "y", None, False, silent())
+    (tmp_path / "old.json").write_text('{"schema": 1}')
+    with pytest.raises(InputError, match="has schema 1"):
+        run_command(None, "quick", "no such model", "cpu", "auto", tmp_path / "old.json", None, False, silent())
+
+
+# ---- stopped half way
+
+
+def test_ctrl_c_keeps_the_stages_that_ran_and_says_so(tiny: Llama, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The third timed run is stopped: of naive, cached (both sets) and padded, naive alone is whole."""
+    timed = 0
+
+    def stopped(*args: object) -> Run:
+        nonlocal timed
+        timed += 1
+        if timed > 2:
+            raise KeyboardInterrupt
+        return run(*args)
+
+    work = random_workload(SHORT, TINY)
+    monkeypatch.setattr(ladder, "warm_up", lambda *args: None)
+    monkeypatch.setattr(ladder, "run", stopped)
+    stages = ["naive", "cached", "padded"]
+    half = measure(tiny, "tiny", work, SHORT, stages, silent())
+    assert half.partial and [row.stage for row in half.rows] == ["naive"]
+    console = silent()
+    report.show(half, console)
+    report.save(half, tmp_path / "half.json", None, silent())
+    assert "PARTIAL" in written(console)
+    assert results.load(tmp_path / "half.json")["ladder"]["partial"] is True
+    with pytest.raises(KeyboardInterrupt):  # nothing was whole
+        measure(tiny, "tiny", work, SHORT, stages, silent())
 
 
 # ---- the texts as they come
@@ -327,7 +350,7 @@ def test_the_command_on_real_weights(real_weights: Path, tmp_path: Path, monkeyp
     console, out, plot = silent(), tmp_path / "out.json", tmp_path / "out.png"
     arguments = "quick", str(real_weights), "cpu", "float32", out, plot, True, console
     assert run_command(["naive", "continuous"], *arguments) == 0
-    found = json.loads(out.read_text(encoding="utf-8"))
+    found = results.load(out)["ladder"]
     assert [row["void"] for row in found["rows"]] == [None, None]
     assert found["model"]["weights"] == "real" and found["model"]["dtype"] == "float32"
     assert plot.exists() and "the same text as naive's, token for token (3 tokens)" in written(console)

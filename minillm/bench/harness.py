@@ -6,6 +6,7 @@ shapes, never values: some 2 us a layer, the same for every stage.
 """
 
 import inspect
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from minillm.device import synchronize
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, TextCodec, make_request
-from minillm.stages import STAGES
+from minillm.stages import STAGES, Generate
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Job:
     prompt: tuple[int, ...]
     max_tokens: int
     ignore_eos: bool = True
+    arrival: float = 0.0  # seconds after the start
 
 
 @dataclass
@@ -44,6 +46,11 @@ class Step:
     rows: int = 0  # rows pushed through the head
     scores: int = 0  # attention scores, over all layers and heads
     kv_bytes: int = 0  # K and V that attention read, over all layers
+    began: float = field(default=0.0, compare=False)  # seconds after the start
+    ended: float = field(default=0.0, compare=False)  # its last token was out; without one, the next step began
+    new: dict[int, int] = field(default_factory=dict)  # {number of the request: its tokens in this step}
+    reserved_bytes: int = 0  # KV memory that was allocated
+    stored_tokens: int = 0  # tokens whose K and V were needed at its end, summed over the requests it began with
 
 
 @dataclass
@@ -51,23 +58,37 @@ class Counts:
     steps: list[Step] = field(default_factory=list)
     reserved_bytes: int = 0  # KV memory that is allocated at the moment
     peak_reserved_bytes: int = 0
-    peak_stored_tokens: int = 0  # tokens whose K and V were needed at the end of a step, summed over requests
+    start: float = field(default_factory=time.perf_counter)
+
+    @property
+    def peak_stored_tokens(self) -> int:
+        return max((step.stored_tokens for step in self.steps), default=0)
 
 
 @contextmanager
 def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
     """Counts what the model does inside the block. Everything is put back at its end, however it ends."""
     counts = Counts()
-    live: list[Request] = []  # unfinished when the current step began
+    before: dict[int, tuple[int, int]] = {}  # unfinished when the current step began: computed, len(tokens)
 
-    def end_step() -> None:
-        stored = sum(request.computed for request in live)
-        counts.peak_stored_tokens = max(counts.peak_stored_tokens, stored)
+    def end_step(at: float) -> None:
+        if not counts.steps:
+            return
+        step = counts.steps[-1]
+        step.ended = step.ended or at
+        for i, (computed, size) in before.items():
+            # the naive stage stores nothing: whoever got a token had all its tokens in the step
+            again = size if len(requests[i].tokens) > size else 0
+            if n := requests[i].computed - computed or again:
+                step.new[i] = n
+            step.stored_tokens += requests[i].computed
 
     def begin_step(module: nn.Module, args: tuple[Any, ...]) -> None:
-        end_step()
-        live[:] = [request for request in requests if request.finish_reason is None]
-        counts.steps.append(Step(tokens=args[0].numel()))
+        at = time.perf_counter() - counts.start
+        end_step(at)
+        before.clear()
+        before.update((i, (r.computed, len(r.tokens))) for i, r in enumerate(requests) if r.finish_reason is None)
+        counts.steps.append(Step(tokens=args[0].numel(), began=at, reserved_bytes=counts.reserved_bytes))
 
     def count_rows(module: nn.Module, args: tuple[Any, ...]) -> None:
         counts.steps[-1].rows += args[0].shape[0]
@@ -99,7 +120,7 @@ def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
         for memory in (KVCache, KVPool):
             _replace(undo, memory, "__init__", counted_init(memory.__init__))
         yield counts
-        end_step()
+        end_step(time.perf_counter() - counts.start)
 
 
 def _replace(undo: ExitStack, owner: object, name: str, value: object) -> None:
@@ -113,6 +134,7 @@ class Run:
 
     stage: str
     jobs: list[Job]
+    arrivals: list[float]  # seconds after the start
     outputs: list[list[int]]
     times: list[list[float]]  # seconds after the start, one for each output token
     finish_reasons: list[str | None]
@@ -120,7 +142,16 @@ class Run:
 
     @property
     def summary(self) -> Summary:
-        return summarize([len(job.prompt) for job in self.jobs], [0.0] * len(self.jobs), self.times)
+        return summarize([len(job.prompt) for job in self.jobs], self.arrivals, self.times)
+
+    @property
+    def starts(self) -> list[float]:
+        """When the first step that each request took part in began."""
+        first: dict[int, float] = {}
+        for step in self.counts.steps:
+            for i in step.new:
+                first.setdefault(i, step.began)
+        return [first[i] for i in range(len(self.jobs))]
 
     @property
     def tokens_pushed(self) -> int:
@@ -151,12 +182,16 @@ def run(
     limits: dict[str, int] | None = None,
     tokenizer: TextCodec | None = None,
     on_event: Callable[[int, Event], None] | None = None,
+    generate: Generate | None = None,
+    clients: int | None = None,
 ) -> Run:
-    """All jobs arrive at time 0. `limits` may name what other stages know: each stage takes its own.
+    """Jobs arrive when they say ("open loop"). `limits` may name what other stages know: each stage takes its own.
 
-    `on_event` gets the number of the job and the event; what it does is timed too.
+    on_event  gets the number of the job and the event; what it does is timed too
+    generate  runs them instead of the ladder's stage; `stage` is then its name
+    clients   "closed loop": the first so many jobs arrive at 0, each further one when another has ended
     """
-    generate = STAGES[stage]
+    generate = generate or STAGES[stage]
     known = inspect.signature(generate).parameters
     taken = {name: value for name, value in (limits or {}).items() if name in known}
     requests = [
@@ -166,21 +201,27 @@ def run(
             model.config,
             tokenizer,
             model.config.context,
+            math.inf if clients is not None and i >= clients else job.arrival,
         )
-        for job in jobs
+        for i, job in enumerate(jobs)
     ]
+    later = (request for request in requests if request.arrival == math.inf)
     place = {request: i for i, request in enumerate(requests)}
     times: list[list[float]] = [[] for _ in jobs]
     with counting(model, requests) as counts:
-        start = now(model.device)
+        counts.start = now(model.device)
         for event in generate(model, requests, **taken):
+            counts.steps[-1].ended = now(model.device) - counts.start
             if event.token is not None:
-                times[place[event.request]].append(now(model.device) - start)
+                times[place[event.request]].append(counts.steps[-1].ended)
+            if event.finish_reason is not None and (released := next(later, None)):
+                released.arrival = counts.steps[-1].ended
             if on_event:
                 on_event(place[event.request], event)
     return Run(
         stage,
         list(jobs),
+        [request.arrival for request in requests],
         [request.output for request in requests],
         times,
         [request.finish_reason for request in requests],

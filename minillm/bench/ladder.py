@@ -53,6 +53,7 @@ class Result:
     claims: list[Claim]
     notes: list[str]
     seconds: float
+    partial: bool = False  # stopped by Ctrl-C: what was measured until then
 
 
 def sets_of(stages: Sequence[str]) -> dict[str, list[str]]:
@@ -83,7 +84,8 @@ def measure(
         sets = {key: fix_lengths(model, key, jobs, workload, preset, bar) for key, jobs in workload.sets.items()}
     plan = sets_of(stages)
     warm_up(model, stages, sets["small"], workload, preset, console, stream)
-    runs = timed_rounds(model, plan, sets, workload, preset, began, console)
+    runs, partial = timed_rounds(model, plan, sets, workload, preset, began, console)
+    stages = [stage for stage in stages if all(runs[stage, key] for key in plan[stage])]
     ceilings = ceilings.best(ceiling.measure(model.device, model.dtype))  # the machine may have been busy
     verifier = Verifier(model)
     most_excused = MOST_EXCUSED if workload.weights == "real" else 1.0  # random logits lie close together
@@ -96,7 +98,7 @@ def measure(
             bar.advance(task)
     rows = make_rows(stages, plan, runs, verdicts, model, ceilings)
     found: list[Claim] = []
-    if preset.claims:
+    if preset.claims and not partial:
         found = claims.measure(model, workload.text, rows, verifier, preset.chunk, workload.weights, console)
     tokens = {key: [len(job.prompt) for job in jobs] for key, jobs in sets.items()}
     return Result(
@@ -127,6 +129,7 @@ def measure(
         claims=found,
         notes=notes(stages, plan, workload),
         seconds=time.perf_counter() - began,
+        partial=partial,
     )
 
 
@@ -191,9 +194,11 @@ def timed_rounds(
     preset: Preset,
     began: float,
     console: Console,
-) -> dict[tuple[str, str], list[Run]]:
-    """{(stage, set): one run per round}. Rounds are interleaved, and each begins with another stage, so
-    that what changes on the machine meanwhile hits all of them.
+) -> tuple[dict[tuple[str, str], list[Run]], bool]:
+    """{(stage, set): one run per round}, and whether Ctrl-C cut them short. Rounds are interleaved, and each begins
+    with another stage, so that what changes on the machine meanwhile hits all of them.
+
+    After Ctrl-C the whole runs are kept, if any stage has its sets complete; else KeyboardInterrupt goes on.
     """
     runs: dict[tuple[str, str], list[Run]] = {(s, key): [] for s, keys in plan.items() for key in keys}
     todo = list(runs)
@@ -204,13 +209,19 @@ def timed_rounds(
             shift = i * len(todo) // preset.rounds
             for stage, key in todo[shift:] + todo[:shift]:
                 bar.update(task, description=f"Round {i + 1} of at most {preset.rounds}: {stage}, {key} set")
-                runs[stage, key].append(run(model, stage, sets[key], preset.limits, workload.tokenizer))
+                try:
+                    runs[stage, key].append(run(model, stage, sets[key], preset.limits, workload.tokenizer))
+                except KeyboardInterrupt:
+                    if not any(all(runs[s, key] for key in keys) for s, keys in plan.items()):
+                        raise
+                    console.print("Stopped. Checking what was measured; Ctrl-C again drops it.")
+                    return runs, True
                 bar.advance(task)
             bar.remove_task(task)
             end = time.perf_counter()
             if end + (end - start) - began > preset.seconds:
                 break
-    return runs
+    return runs, False
 
 
 def notes(stages: Sequence[str], plan: dict[str, list[str]], workload: Workload) -> list[str]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minillm.bench.report import si, times
+from minillm.bench.tables import si, times
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, README = ROOT / "results" / "ladder-full.json", ROOT / "README.md"

@@ -1,7 +1,5 @@
 """A benchmark's result for people (tables, a plot) and for programs (JSON)."""
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,33 +7,15 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from minillm.bench import results
 from minillm.bench.ladder import Result
 from minillm.bench.metrics import DEFINITIONS
 from minillm.bench.rows import Row
-from minillm.errors import InputError
-
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-SCHEMA = 1  # of the JSON file; goes up when an entry changes its meaning or goes away
-
-
-def check_writable(path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raises InputError for a file that could not be written later, when the measuring is done."""
-    if path is None:
-        return
-    if suffixes and path.suffix not in suffixes:
-        raise InputError(f"{path} must end in one of {', '.join(suffixes)}")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no folder {path.parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{path} cannot be written; choose another place")
-
+from minillm.bench.tables import new_table, rate, si, times
 
 # ---- tables
 
@@ -60,23 +40,9 @@ def show(result: Result, console: Console) -> None:
         *result.notes,
         *(f"{row.stage}: {flag}" for row in result.rows for flag in row.flags),
         f"Timed rounds: {rounds}; {result.seconds:.0f} s in all.",
+        *(["PARTIAL: stopped by Ctrl-C; stages that had not run once are missing."] if result.partial else []),
     ]:
         console.print(Text(note, style="dim"))
-
-
-def new_table(title: str, caption: str, columns: Sequence[str]) -> Table:
-    table = Table(
-        title=title,
-        caption=caption,
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    return table
 
 
 def label(row: Row) -> str:
@@ -166,22 +132,6 @@ def claims_table(result: Result) -> Table:
     return table
 
 
-def rate(value: float) -> str:
-    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f} x" if ratio < 10 else f"{ratio:.1f} x"
-
-
-def si(count: float) -> str:
-    """Three digits and a letter: 1.23 G."""
-    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= factor:
-            return f"{count / factor:.3g} {letter}"
-    return f"{count:g}"
-
-
 def device_name(result: Result) -> str:
     facts = result.about["machine"]
     return str(facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}")
@@ -192,12 +142,12 @@ def device_name(result: Result) -> str:
 
 def as_json(result: Result) -> dict[str, Any]:
     """Everything, with the definitions of the metrics beside them."""
-    return {"schema": SCHEMA, "metrics": DEFINITIONS, "alt_text": alt_text(result), **asdict(result)}
+    return {"metrics": DEFINITIONS, "alt_text": alt_text(result), **asdict(result)}
 
 
 def save(result: Result, json_path: Path | None, plot_path: Path | None, console: Console) -> None:
     if json_path is not None:
-        json_path.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        results.add(json_path, "ladder", as_json(result))
         console.print(Text(f"JSON: {json_path}"))
     if plot_path is not None:
         plot(result).savefig(plot_path, dpi=150)
