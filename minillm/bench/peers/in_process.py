@@ -55,7 +55,7 @@ def from_llama(model: Llama) -> Any:
 
 
 def generate(peer: Any, prompts: Sequence[Sequence[int]], n_new: int) -> tuple[list[list[int]], list[float]]:
-    """Greedy, `n_new` tokens for each of the prompts, which must be equally long: the outputs, and the time
+    """Greedy, `n_new` tokens for each of the prompts, shorter ones padded on the left: the outputs, and the time
     at which each step had its tokens, in seconds after the start.
     """
     stamps: list[float] = []
@@ -64,15 +64,18 @@ def generate(peer: Any, prompts: Sequence[Sequence[int]], n_new: int) -> tuple[l
         stamps.append(now(peer.device))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    ids = torch.tensor(list(prompts), device=peer.device)
+    longest = max(map(len, prompts))
+    pads = [longest - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[0] * n + list(p) for n, p in zip(pads, prompts, strict=True)], device=peer.device)
+    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pads], device=peer.device)
     start = now(peer.device)
     with torch.inference_mode():
         out = peer.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             do_sample=False,
             max_new_tokens=n_new,
             pad_token_id=0,  # read by nobody: no row ends early
             stopping_criteria=[stamp],
         )
-    return out[:, ids.shape[1] :].tolist(), [t - start for t in stamps]
+    return out[:, longest:].tolist(), [t - start for t in stamps]
