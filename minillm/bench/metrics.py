@@ -25,6 +25,7 @@ DEFINITIONS = {
     "output_throughput": "output tokens / wall",
     "total_token_throughput": "(prompt + output tokens) / wall",
     "request_throughput": "requests / wall",
+    "request_goodput": "requests whose ttft and tpot keep the stated limits / wall",
 }
 
 
@@ -105,3 +106,18 @@ def summarize(prompt_lengths: Sequence[int], arrivals: Sequence[float], times: S
         itl=Stats.of([gap for _, t in answered for gap in itl(t)]),
         e2el=Stats.of([e2el(arrival, t) for arrival, t in answered]),
     )
+
+
+def request_goodput(
+    arrivals: Sequence[float], times: Sequence[Sequence[float]], limit_ttft: float, limit_tpot: float
+) -> float:
+    """Requests per second of the run that kept both limits, in seconds each (goodput: DistServe, Zhong et al. 2024).
+
+    A request without a token did not; one of a single token has only the first limit.
+    """
+    kept = sum(
+        bool(t) and ttft(arrival, t) <= limit_ttft and (tpot(arrival, t) or 0.0) <= limit_tpot
+        for arrival, t in zip(arrivals, times, strict=True)
+    )
+    wall = max((t[-1] for t in times if t), default=0.0)
+    return kept / wall if wall > 0 else 0.0
