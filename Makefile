@@ -2,11 +2,11 @@
 # Every step leaves a stamp in .venv when it is done, so an interrupted set-up goes on where it stopped.
 
 PYTHON ?= python3
-PRESET ?= full
-OUT ?= build
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
+MINILLM := $(VENV)/bin/minillm
+RESULTS = results/$(shell $(PY) -m minillm.bench.machine)
 WEIGHTS := $(or $(MINILLM_WEIGHTS),weights)/smollm2-135m-instruct/config.json
 TORCH_PIN := $(shell grep '^torch==' constraints.txt)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -30,10 +30,10 @@ endif
 help: ## explain every target (this text)
 	@echo "make TARGET, where TARGET is one of"
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: TORCH=cpu|cuda (now $(TORCH))   PYTHON=python3.12   PRESET=quick|full   ARGS='more options'"
+	@echo "Variables: TORCH=cpu|cuda (now $(TORCH))   PYTHON=python3.12   ARGS='more options'   PEERS='--peer ...'"
 
 run: $(VENV)/.base $(WEIGHTS) ## set everything up and run the ladder: every stage on real prompts, then the table
-	$(VENV)/bin/minillm ladder $(ARGS)
+	$(MINILLM) ladder $(ARGS)
 
 test: $(VENV)/.dev $(WEIGHTS) ## run all tests, for example ARGS='-k sampling'
 	$(PY) -m pytest $(ARGS)
@@ -43,23 +43,27 @@ lint: $(VENV)/.dev ## check style, formatting and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(VENV)/.base $(WEIGHTS) ## measure every stage; build/ladder-PRESET.json and .png
-	@mkdir -p $(OUT)
-	$(VENV)/bin/minillm bench --preset $(PRESET) --json $(OUT)/ladder-$(PRESET).json \
-	    --plot $(OUT)/ladder-$(PRESET).png $(ARGS)
+bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (30 minutes)
+	@mkdir -p results
+	$(MINILLM) bench --preset full --json $(RESULTS).json --plot $(RESULTS)-ladder.png --peer transformers $(PEERS)
+	$(MINILLM) bench queue --json $(RESULTS).json --plot $(RESULTS)-queue.png
+	$(MINILLM) bench prefill --json $(RESULTS).json --plot $(RESULTS)-prefill.png
+	$(MINILLM) bench memory --json $(RESULTS).json --plot $(RESULTS)-memory.png
+	$(MINILLM) simulate --calibrate --json $(RESULTS).json --plot $(RESULTS)-simulation.png
+	$(MINILLM) trace --plot $(RESULTS)-trace.png
+	$(PY) -m minillm.bench.readme $(RESULTS).json
 
-readme: $(VENV)/.dev ## measure anew into results/, and fill the README's tables from there (13 minutes)
-	$(MAKE) bench PRESET=full OUT=results
+readme: $(VENV)/.base ## fill README's tables from the results file that it links to
 	$(PY) -m minillm.bench.readme
 
 check-gpu: ## test and measure on a CUDA GPU, with the torch that PYTHON has (no set-up)
 	PYTHONPATH=. $(PYTHON) -m minillm.bench.check_gpu $(ARGS)
 
 weights: $(VENV)/.base ## fetch a model into weights/: NAME=... from weights/manifest.json, or the default
-	$(VENV)/bin/minillm weights $(NAME) $(ARGS)
+	$(MINILLM) weights $(NAME) $(ARGS)
 
 doctor: $(VENV)/.base ## say what this machine has, and what is missing with the command that mends it
-	$(VENV)/bin/minillm doctor
+	$(MINILLM) doctor
 
 clean: ## remove caches and build products; .venv and weights/ stay
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -102,4 +106,4 @@ $(VENV)/.dev: $(VENV)/.base
 
 # Order only: a newer environment is no reason to fetch again.
 $(WEIGHTS): | $(VENV)/.base
-	$(VENV)/bin/minillm weights
+	$(MINILLM) weights

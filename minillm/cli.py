@@ -1,4 +1,4 @@
-"""The command line: `minillm generate`, `chat`, `ladder`, `bench`, `weights`, `doctor`.
+"""The command line: `minillm generate`, `chat`, `weights`, `doctor`; those that measure are in `cli_measure`.
 
 Exit codes: 0 all well · 1 something failed, see its message · 2 wrong input, said in one line · 130 Ctrl-C.
 Anything else is a bug and keeps its traceback. torch is imported inside the commands: help appears at once.
@@ -19,6 +19,24 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from minillm import cli_measure
+from minillm.cli_options import (
+    DEFAULT_MODEL,
+    INPUT,
+    RUNNING,
+    SAMPLING,
+    STOPPING,
+    Device,
+    Dtype,
+    MaxTokens,
+    MinP,
+    Model,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from minillm.errors import InputError
 from minillm.terminal import Panels, complain, err, heading, one_line, out, remark, write
 
@@ -74,46 +92,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-INPUT, SAMPLING, STOPPING, RUNNING = "What to read", "How to choose tokens", "When to stop", "How to run"
-
-Model = Annotated[
-    str,
-    typer.Option(help="A name that `minillm weights --list` knows, or a folder.", rich_help_panel=RUNNING),
-]
-Device = Annotated[
-    str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.", rich_help_panel=RUNNING)
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="auto (bfloat16 where the hardware has it), float32, bfloat16, float16 or float64.",
-        rich_help_panel=RUNNING,
-    ),
-]
-MaxTokens = Annotated[int, typer.Option(help="Most new tokens for each text.", rich_help_panel=STOPPING)]
-Temperature = Annotated[
-    float, typer.Option(help="0 takes the most likely token; above 0 draws.", rich_help_panel=SAMPLING)
-]
-TopK = Annotated[int, typer.Option(help="Draw from the K most likely tokens; 0: all.", rich_help_panel=SAMPLING)]
-TopP = Annotated[
-    float, typer.Option(help="Draw from the likeliest tokens that hold this share.", rich_help_panel=SAMPLING)
-]
-MinP = Annotated[
-    float,
-    typer.Option(help="Leave out tokens below this share of the likeliest one's.", rich_help_panel=SAMPLING),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="Same seed, same draws.  [dim]\\[default: a new one][/]", rich_help_panel=SAMPLING),
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1: avoid tokens of prompt and text.", rich_help_panel=SAMPLING)
-]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file.")]
-PlotPath = Annotated[Path | None, typer.Option("--plot", help="Draw the ladder into this file (.png, .svg, .pdf).")]
-Stages = Annotated[str | None, typer.Option(help="Some stages only: a,b,...  [dim]\\[default: all][/]")]
-DEFAULT_MODEL = "smollm2-135m-instruct"
-
 
 @app.callback(invoke_without_command=True)
 def root(
@@ -134,6 +112,7 @@ def root(
     $ minillm generate --chat "What is a tide?" answer a question
     $ minillm chat                              talk
     $ minillm ladder                            see every stage, then compare
+    $ minillm simulate                          why continuous batching: the queue
 
     `minillm COMMAND --help` shows a command's options and examples.
     """
@@ -465,72 +444,10 @@ def chat(
     return converse(llama, conversation)
 
 
-# ---- measuring
+# ---- measuring: see `cli_measure`
 
 
-@app.command(rich_help_panel="Measure")
-def ladder(
-    stages: Stages = None,
-    json_path: JsonPath = None,
-    plot_path: PlotPath = None,
-    model: Model = DEFAULT_MODEL,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-) -> int:
-    """Watch every stage generate the same texts, then compare the stages: about two minutes on two cores.
-
-    [bold]Examples[/]
-    $ minillm ladder
-    $ minillm ladder --stages cached,padded,continuous
-    """
-    return measure(stages, "quick", json_path, plot_path, model, device, dtype, stream=True)
-
-
-@app.command(rich_help_panel="Measure")
-def bench(
-    stages: Stages = None,
-    preset: Annotated[
-        Literal["quick", "full"],
-        typer.Option(help="quick: about two minutes; full: more prompts and repeats."),
-    ] = "quick",
-    json_path: JsonPath = None,
-    plot_path: PlotPath = None,
-    model: Model = DEFAULT_MODEL,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-) -> int:
-    """Measure every stage against the one before it; correctness is checked before any time is printed.
-
-    [bold]Examples[/]
-    $ minillm bench --preset full --json ladder.json --plot ladder.png
-    $ minillm bench --stages padded,dynamic,continuous --dtype float32
-    """
-    return measure(stages, preset, json_path, plot_path, model, device, dtype, stream=False)
-
-
-def measure(
-    stages: str | None,
-    preset: str,
-    json_path: Path | None,
-    plot_path: Path | None,
-    model: str,
-    device: str,
-    dtype: str,
-    stream: bool,
-) -> int:
-    from minillm.bench import run_command
-
-    return run_command(
-        stages=None if stages is None else [name.strip() for name in stages.split(",")],
-        preset=preset,
-        model=model,
-        device=device,
-        dtype=dtype,
-        json_path=json_path,
-        plot_path=plot_path,
-        stream=stream,
-        console=out,
-    )
+cli_measure.add_to(app)
 
 
 # ---- setting up

@@ -212,10 +212,10 @@ def test_the_plot_is_written(result: Result, tmp_path: Path):
 
 def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path: Path):
     with pytest.raises(InputError, match="there is no folder"):
-        run_command(None, "quick", "no such model", "cpu", "auto", tmp_path / "x" / "y", None, False, silent())
+        run_command(None, "quick", [], "no such model", "cpu", "auto", tmp_path / "x" / "y", None, False, silent())
     (tmp_path / "old.json").write_text('{"schema": 1}')
     with pytest.raises(InputError, match="has schema 1"):
-        run_command(None, "quick", "no such model", "cpu", "auto", tmp_path / "old.json", None, False, silent())
+        run_command(None, "quick", [], "no such model", "cpu", "auto", tmp_path / "old.json", None, False, silent())
 
 
 # ---- stopped half way
@@ -348,7 +348,7 @@ def test_the_command_on_real_weights(real_weights: Path, tmp_path: Path, monkeyp
     short = dataclasses.replace(PRESETS["quick"], small=1, small_cap=3, main=2, main_longest=64, main_cap=3)
     monkeypatch.setitem(PRESETS, "quick", dataclasses.replace(short, rounds=1))
     console, out, plot = silent(), tmp_path / "out.json", tmp_path / "out.png"
-    arguments = "quick", str(real_weights), "cpu", "float32", out, plot, True, console
+    arguments = "quick", [], str(real_weights), "cpu", "float32", out, plot, True, console
     assert run_command(["naive", "continuous"], *arguments) == 0
     found = results.load(out)["ladder"]
     assert [row["void"] for row in found["rows"]] == [None, None]

@@ -42,7 +42,8 @@ from minillm.weights import sources_of, split_shape
 from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["generate", "chat", "ladder", "bench", "weights", "doctor"]
+COMMANDS = ["generate", "chat", "ladder", "simulate", "trace", "bench", "weights", "doctor"]
+EXPERIMENTS = ["queue", "prefill", "memory"]
 NAME = "smollm2-135m-instruct"  # what a command uses when no model is named
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -585,6 +586,84 @@ def test_bench_refuses_before_it_measures(tmp_path: Path) -> None:
     check_refused(run("ladder", "--stages", ""), "''")
     check_refused(run("bench", "--json", tmp_path / "no" / "x"), str(tmp_path / "no" / "x"))
     check_refused(run("ladder", "--model", "nowhere"), "nowhere")
+
+
+@pytest.mark.parametrize(
+    "given, handed",
+    [
+        ([], []),
+        (["--peer", "transformers"], [("transformers", None)]),
+        (["--peer", "llama-bench", "a/b", "--stages", "naive"], [("llama-bench", "a/b")]),
+        (
+            ["--peer", "http", "http://x:1/v1?a=b", "--peer", "transformers", "--peer", "llama-bench", "c"],
+            [("http", "http://x:1/v1?a=b"), ("transformers", None), ("llama-bench", "c")],
+        ),
+        (["--peer", "http", "--stages", "naive"], [("http", None)]),  # refused by `peers.parse`
+    ],
+)
+def test_peers_are_one_word_or_two(given: list[str], handed: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(importlib.import_module("minillm.bench"), "run_command", lambda **g: calls.append(g) or 0)
+    assert run("bench", *given).exit_code == 0
+    assert calls[0]["peers"] == handed
+
+
+def test_unknown_peers_are_refused_before_it_measures(tmp_path: Path) -> None:
+    check_refused(run("bench", "--peer", "vllm"), "'vllm'", "use transformers, llama-bench PATH or http URL")
+    check_refused(run("bench", "--peer", "http"), "'http'", "http URL")
+    check_refused(run("bench", "--peer", "llama-bench", tmp_path / "none"), str(tmp_path / "none"))
+    check_refused(run("bench", "--peer", "http", "http://127.0.0.1:9/v1"), "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_has_options_and_examples_of_its_own(name: str, tmp_path: Path) -> None:
+    shown = run("bench", name, "--help")
+    assert shown.exit_code == 0 and f"$ minillm bench {name}" in shown.stdout
+    check_refused(run("bench", "--json", tmp_path / "x", name), "--json", name)  # it would be lost
+    check_refused(run("bench", name, "--json", tmp_path / "no" / "x"), str(tmp_path / "no" / "x"))
+    (tmp_path / "old.json").write_text('{"schema": 1, "rows": []}')
+    check_refused(run("bench", name, "--json", tmp_path / "old.json"), "old.json", "schema 1")
+    check_refused(run("bench", name, "--plot", tmp_path / "x.bmp"), "x.bmp", ".png")
+    check_refused(run("bench", name, "--model", "nowhere"), "nowhere")
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["bench", "queue", "--slots", "0"], ["slots is 0"]),
+        (["bench", "queue", "--scenarios", "article,best"], ["'best'", "closed"]),
+        (["bench", "queue", "--load", "nan"], ["load is nan"]),
+        (["bench", "prefill", "--budgets", "64,many"], ["--budgets", "'64,many'"]),
+        (["bench", "prefill", "--budgets", "16"], ["16"]),
+        (["bench", "prefill", "--prompt", "100000"], ["100000", "8192"]),
+        (["bench", "memory", "--chunks", ""], ["--chunks"]),
+        (["bench", "memory", "--stages", "fast"], ["'fast'"]),
+        (["simulate", "--rate", "-1"], ["rate is -1"]),
+        (["simulate", "--seeds", "0"], ["seeds is 0"]),
+        (["simulate", "--policies", "static,lifo"], ["'lifo'"]),
+        (["simulate", "--arrivals", "nowhere.csv"], ["'nowhere.csv'", "poisson"]),
+        (["trace", "--stage", "fast"], ["'fast'", "continuous"]),
+        (["trace", "--stage", "naive", "--budget", "64"], ["'naive'", "--budget"]),
+        (["trace", "--plot", "x.bmp"], ["x.bmp", ".png"]),
+        (["trace", "--rate", "0"], ["rate is 0"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_experiments_that_make_no_sense_are_refused(args: list[str], words: list[str]) -> None:
+    check_refused(run(*args), *words)
+
+
+def test_a_bad_line_of_a_trace_is_named_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival,prompt,output\n0,4,5\n0.5,4,many\n")
+    check_refused(run("simulate", "--arrivals", path), "line 3", "'many'")
+
+
+def test_simulate_prints_the_article_beside_the_simulated(tmp_path: Path) -> None:
+    shown = run("simulate", "--json", tmp_path / "out.json")
+    assert shown.exit_code == 0
+    assert "INFERRED" in shown.stdout and "151.36" in shown.stdout and "34.62" in shown.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["sections"]["simulation"]["partial"] is False
 
 
 def test_weights_list_and_mistakes(home: Path, folder: Path) -> None:

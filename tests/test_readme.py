@@ -1,17 +1,23 @@
 """The README agrees with what it speaks of: the stored results, the files, the commands."""
 
-import json
 import re
 from pathlib import Path
 
-from minillm.bench.readme import README, RESULTS, ROOT, filled
+from minillm.bench import results
+from minillm.bench.readme import README, ROOT, filled, results_file
 from minillm.stages import STAGES
 
 TEXT = README.read_text("utf-8")
 
 
 def test_the_tables_are_those_of_the_results_file() -> None:
-    assert filled(TEXT, json.loads(RESULTS.read_text("utf-8"))) == TEXT
+    assert filled(TEXT, results_file(TEXT)) == TEXT
+
+
+def test_no_stored_result_is_partial_or_without_its_machine() -> None:
+    for name, section in results.load(results_file(TEXT)).items():
+        assert not section["partial"], name
+        assert section["about"]["machine"]["cpu"] and section["about"]["date"], name
 
 
 def test_every_link_into_the_repository_leads_somewhere() -> None:
@@ -25,6 +31,7 @@ def test_every_command_shown_exists() -> None:
     from minillm.cli import app
 
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
     shown = set(re.findall(r"^minillm ([a-z]+)", TEXT, re.MULTILINE)) | set(re.findall(r"`minillm ([a-z]+)", TEXT))
     assert shown and shown <= known
     makefile = (ROOT / "Makefile").read_text("utf-8")

@@ -1,16 +1,24 @@
-"""The benchmark: every stage of the ladder on the same prompts, each measured against the one before it.
+"""Measuring: the ladder, every stage against the one before it; experiments on the queue, prefill and memory; and
+one run step by step.
 
-workload  what is asked: presets, sets of requests    ladder   the course: warm-up, rounds, check, rows
-harness   one run of one stage: stamps, counters      rows     runs to medians, ratios, ceilings
-metrics   what time stamps mean                       verify   is it the naive model's text?
-ceiling   what this machine could do                  claims   comparisons with a target
-live      the text while it is made                   report   tables, plot
-results   the JSON file, one section an experiment    tables   tables and numbers for people
-peers     transformers, for comparison                machine  what it ran on
+The ladder                                            Experiments
+workload  what is asked: presets, sets of requests    queueing   requests that arrive while others run
+ladder    the course: warm-up, rounds, check, rows    prefill    a long prompt arrives while others decode
+rows      runs to medians, ratios, ceilings           memory     KV memory reserved and used; activations
+report    tables, plot                                calibrate  how long a step takes, by what is in it
+claims    comparisons with a target                   timeline   who did what in each step
+live      the text while it is made                   trace      the timeline as a picture and as a trace
+
+What they share
+harness   one run of one stage: stamps, counters      results    the JSON file, one section an experiment
+metrics   what time stamps mean                       tables     tables and numbers for people
+verify    is it the naive model's text?               machine    what it ran on
+ceiling   what this machine could do                  peers      other engines, for comparison
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +46,7 @@ def load(model: str, device: str, dtype: str, console: Console) -> tuple[Path, L
 def run_command(
     stages: list[str] | None,
     preset: str,
+    peers: Sequence[tuple[str, str | None]],
     model: str,
     device: str,
     dtype: str,
@@ -48,23 +57,29 @@ def run_command(
 ) -> int:
     """`minillm bench`, and `minillm ladder` with `stream`: measures the stages (None: all) and prints tables.
 
-    Raises InputError for an unknown stage, preset, model, device or dtype and for a file that cannot be
-    written, before anything is measured. Returns the exit status: 1 if a text is not the naive model's.
+    `peers` are pairs of a kind and, where it needs one, a path or URL (see `peers.compare`). Raises InputError for
+    an unknown stage, preset, peer, model, device or dtype and for a file that cannot be written, before anything is
+    measured. Returns the exit status: 1 if a text is not the naive model's, or a peer's row is void.
     """
     # torch and matplotlib only when they are asked for
     from minillm.bench import claims, ladder, report, results, workload
+    from minillm.bench.peers import compare
 
     chosen = workload.pick_preset(preset)
     names = ladder.pick_stages(stages)
     results.check_room(json_path)
     results.check_plot(plot_path)
+    others = compare.parse(peers)
     folder, llama, tokenizer = load(model, device, dtype, console)
     work = workload.real_workload(tokenizer, chosen, llama.config)
-    result = ladder.measure(llama, folder.name, work, chosen, names, console, stream)
+    result = ladder.measure(llama, folder.name, work, chosen, names, console, stream, folder, others)
     if chosen.claims and not result.partial:
         result.claims.append(claims.loading(folder))
     report.show(result, console)
     report.save(result, json_path, plot_path, console)
     if result.partial:
         raise KeyboardInterrupt
-    return 1 if any(row.void for row in result.rows) else 0
+    void = [row.void for row in result.rows]
+    if result.peers:
+        void += [row.void for row in result.peers.set_rows] + [row.void for row in result.peers.grid_rows]
+    return 1 if any(void) else 0

@@ -12,6 +12,7 @@ same work.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,12 +25,17 @@ from minillm.bench.ceiling import Ceilings
 from minillm.bench.claims import Claim
 from minillm.bench.harness import Job, Run, run
 from minillm.bench.live import watch
+from minillm.bench.peers import compare
+from minillm.bench.peers.base import Peer
+from minillm.bench.peers.compare import PeersResult
 from minillm.bench.rows import Row, about_stage, make_rows
 from minillm.bench.verify import MOST_EXCUSED, Verdict, Verifier, judge
 from minillm.bench.workload import Preset, Workload
 from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.stages import STAGES
+
+MOST_PEER_ROUNDS = 2
 
 
 def pick_stages(names: Sequence[str] | None) -> list[str]:
@@ -54,6 +60,7 @@ class Result:
     notes: list[str]
     seconds: float
     partial: bool = False  # stopped by Ctrl-C: what was measured until then
+    peers: PeersResult | None = None
 
 
 def sets_of(stages: Sequence[str]) -> dict[str, list[str]]:
@@ -74,8 +81,13 @@ def measure(
     stages: Sequence[str],
     console: Console,
     stream: bool = False,
+    folder: Path | None = None,
+    peers: Sequence[Peer] = (),
 ) -> Result:
-    """Runs everything and judges it; prints only progress and, with `stream`, the texts of the small set."""
+    """Runs everything and judges it; prints only progress and, with `stream`, the texts of the small set.
+
+    Peers load the same weights, from the `folder`, and run the main set too.
+    """
     began = time.perf_counter()
     with progress(console) as bar:
         task = bar.add_task("Measuring this machine's ceilings", total=1)
@@ -100,6 +112,11 @@ def measure(
     found: list[Claim] = []
     if preset.claims and not partial:
         found = claims.measure(model, workload.text, rows, verifier, preset.chunk, workload.weights, console)
+    others = None
+    if peers and folder and not partial:
+        arguments = folder, sets["main"], workload.text, preset.limits, peers, min(preset.rounds, MOST_PEER_ROUNDS)
+        others = compare.measure(model, *arguments, console)
+        partial = others.partial
     tokens = {key: [len(job.prompt) for job in jobs] for key, jobs in sets.items()}
     return Result(
         about=machine.describe(model.device),
@@ -130,6 +147,7 @@ def measure(
         notes=notes(stages, plan, workload),
         seconds=time.perf_counter() - began,
         partial=partial,
+        peers=others,
     )
 
 

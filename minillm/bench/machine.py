@@ -2,6 +2,7 @@
 
 import datetime
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -38,6 +39,16 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
+def slug() -> str:
+    """A name for files of results from this machine: its GPU, or its CPU and cores."""
+    name = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{doctor.cpu_name()} {doctor.usable_cores()} cores"
+    )
+    return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+
+
 def commit() -> str | None:
     """The commit of the clone this package runs from, with "-dirty" if files differ; None outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
@@ -49,3 +60,7 @@ def commit() -> str | None:
     if head.returncode:
         return None
     return head.stdout.strip() + ("-dirty" if changed.stdout.strip() else "")
+
+
+if __name__ == "__main__":  # for the Makefile
+    print(slug())

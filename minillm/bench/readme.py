@@ -1,29 +1,35 @@
 """`make readme`: puts the stored results into README.md, between its markers.
 
-The README holds no number that was typed by hand: a test compares its table with the results file.
+The README holds no measured number that was typed by hand: a test compares its tables with the results file, which is
+the one that the README links to.
 """
 
-import json
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from minillm.bench import results
 from minillm.bench.tables import si, times
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, README = ROOT / "results" / "ladder-full.json", ROOT / "README.md"
-BEGIN, END = "<!-- ladder:begin -->\n", "<!-- ladder:end -->\n"
+README = ROOT / "README.md"
 
 
-def block(results: dict[str, Any]) -> str:
+def ladder(file: str, sections: dict[str, Any]) -> str:
     """Plot, table, how they were measured, and the comparisons with a target, as Markdown."""
-    about, model, preset, sets = (results[key] for key in ("about", "model", "preset", "sets"))
+    found = sections["ladder"]
+    about, model, preset, sets = (found[key] for key in ("about", "model", "preset", "sets"))
     main, small = sets["main"], sets["small"]
     table = [
         "| stage | output tokens/s | x before | x first | tokens pushed per needed one | attention scores | KV held "
         "| ttft s | tpot ms | of the ceiling |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for row in results["rows"]:
+    for row in found["rows"]:
         star = " *" if row["request_set"] == "small" else ""
         cells = [
             row["stage"] + star,
@@ -38,15 +44,15 @@ def block(results: dict[str, Any]) -> str:
             f"{row['ceiling_share']:.0%}",
         ]
         table.append(f"| {' | '.join(cells)} |")
-    excused = max(row["share_excused"] for row in results["rows"])
+    excused = max(row["share_excused"] for row in found["rows"])
     lines = [
-        f"![{results['alt_text']}](results/{RESULTS.stem}.png)",
+        f"![{found['alt_text']}](results/{file}-ladder.png)",
         "",
         *table,
         "",
         f"{model['name']} in {model['dtype']} on {about['machine']['cores']} cores of {about['machine']['cpu']}, torch "
-        f"{about['versions']['torch']}; `{about['command']}`, medians of {len(results['rows'][-1]['rounds'])} "
-        f"interleaved rounds, {about['date'][:10]} ([results/{RESULTS.name}](results/{RESULTS.name})). "
+        f"{about['versions']['torch']}; `{about['command']}`, medians of {len(found['rows'][-1]['rounds'])} "
+        f"interleaved rounds, {about['date'][:10]} ([results/{file}.json](results/{file}.json)). "
         f"{main['requests']} prompts of {main['shortest_prompt']} to {main['longest_prompt']:,} tokens, all there at "
         f"the start, {main['output_tokens']:,} output tokens, at most {preset['max_running']} texts at once. "
         f"\\* naive on {small['requests']} short prompts, on which its ratio to cached is taken too. Every token was "
@@ -54,23 +60,141 @@ def block(results: dict[str, Any]) -> str:
         "ttft: to the first token, waiting included; tpot: per further token. Ceiling: what this machine's measured "
         "bandwidth and arithmetic allow for the work that the stage does, waste included.",
     ]
-    if results["claims"]:
-        lines += ["", "| what it is said to buy | target | measured | |", "|---|--:|--:|---|"]
-        for claim in results["claims"]:
-            measured = "-" if claim["measured"] is None else f"{claim['measured']:.2f} x"
-            met = {True: "met", False: "**missed**", None: "not measured"}[claim["met"]]
-            lines.append(f"| {claim['claim']} | {claim['target']} | {measured} | {met}: {claim['detail']} |")
+    return "\n".join([*lines, *claims(found["claims"]), *peers(found.get("peers"))]) + "\n"
+
+
+def claims(found: list[dict[str, Any]]) -> list[str]:
+    if not found:
+        return []
+    lines = ["", "| what it is said to buy | target | measured | |", "|---|--:|--:|---|"]
+    for claim in found:
+        measured = "-" if claim["measured"] is None else f"{claim['measured']:.2f} x"
+        met = {True: "met", False: "**missed**", None: "not measured"}[claim["met"]]
+        lines.append(f"| {claim['claim']} | {claim['target']} | {measured} | {met}: {claim['detail']} |")
+    return lines
+
+
+def queue(file: str, sections: dict[str, Any]) -> str:
+    """What each policy made of the same arrivals on the real engine."""
+    found = sections["queue"]
+    plan, article = found["plan"], found["scenarios"][0]
+    lines = [
+        f"![{found['alt_text']}](results/{file}-queue.png)",
+        "",
+        "| requests | policy | mean wait s | p95 | max | makespan s | requests/s | slots idle | ttft s | tpot ms |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for scenario in found["scenarios"]:
+        for row in scenario["rows"]:
+            f = row["figures"]
+            cells = [
+                scenario["name"],
+                row["policy"],
+                f"{f['mean_wait']:.2f}",
+                f"{f['p95_wait']:.2f}",
+                f"{f['max_wait']:.2f}",
+                f"{f['makespan']:.1f}",
+                f"{f['request_throughput']:.2f}",
+                f"{f['idle_share']:.0%}",
+                f"{row['ttft']['median']:.2f}",
+                "-" if row["tpot"] is None else f"{row['tpot']['median'] * 1e3:.1f}",
+            ]
+            if row["void"]:
+                cells[2:] = ["void"] + [""] * 7
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"- **{scenario['name']}**: {told(scenario)}" for scenario in found["scenarios"]), ""]
+    lines.append(
+        f"{found['model']['name']} in {found['model']['dtype']} on {on(found['about'])}; "
+        f"`{found['about']['command']}`, {found['about']['date'][:10]}. {plan['slots']} slots; "
+        f"requests arrive {plan['load']:g} times as fast as continuous batching can serve them here "
+        f"({article['rate']:.1f} a second in `article`), as in the published simulation. wait: first step minus "
+        "arrival; makespan: until the last token. static groups start and end together on the "
+        "continuous engine, so that only who may enter differs; padded and dynamic are the ladder's "
+        "stages."
+    )
+    return "\n".join([*lines, *claims(found["claims"])]) + "\n"
+
+
+def told(scenario: dict[str, Any]) -> str:
+    """One scenario in words: what it is, what came out, why."""
+    text = f"{scenario['about']}; {scenario['requests']} requests."
+    if scenario["makespan_ratio"] and scenario["wait_ratio"]:
+        ratios = f"makespan {times(scenario['makespan_ratio'])}, mean wait {times(scenario['wait_ratio'])}"
+        text += f" static over continuous: {ratios}."
+    return f"{text} {scenario['why']}"
+
+
+def experiments(file: str, sections: dict[str, Any]) -> str:
+    """The other experiments: a picture, what it shows, and the command."""
+    titles = {
+        "simulation": "The queue, simulated",
+        "prefill": "A long prompt arrives while others decode",
+        "memory": "KV memory, reserved and used",
+    }
+    lines = []
+    for name, title in titles.items():
+        found = sections[name]
+        lines += [f"**{title}** (`{found['about']['command']}`). {found['finding']}", ""]
+        lines += [f"![{found['alt_text']}](results/{file}-{name}.png)", ""]
+    words = Image.open(ROOT / "results" / f"{file}-trace.png").info["Description"]
+    lines += ["**What happened in each step** (`minillm trace`).", "", f"![{words}](results/{file}-trace.png)"]
     return "\n".join(lines) + "\n"
 
 
-def filled(readme: str, results: dict[str, Any]) -> str:
-    """README's text with the block between the markers made anew."""
-    head, _, rest = readme.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    assert end, f"README.md has no {BEGIN.strip()} and {END.strip()}"
-    return head + BEGIN + block(results) + END + tail
+def peers(found: dict[str, Any] | None) -> list[str]:
+    """Other engines in the same run; nothing if none was measured."""
+    if found is None:
+        return []
+    lines = [
+        "",
+        "| other engines, the same run | what | tokens/s | minillm is so many times as fast |",
+        "|---|---|--:|--:|",
+    ]
+
+    def cells(row: dict[str, Any], what: str, speed: str, ratio: str) -> str:
+        if row["void"]:
+            return f"| {row['name']} | {what} | void | {row['void']} |"
+        gain = "" if row[ratio] is None else times(row[ratio]["median"])
+        return f"| {row['name']} | {what} | {row[speed]['median']:.0f} | {gain} |"
+
+    lines += [cells(row, "the requests above, output", "output_throughput", "ratio") for row in found["set_rows"]]
+    shape = f"{found['n_prompt']} + {found['n_new']} tokens, decode"
+    lines += [cells(row, f"{row['N']} x {shape}", "decode_throughput", "decode_ratio") for row in found["grid_rows"]]
+    return lines
+
+
+def on(about: dict[str, Any]) -> str:
+    machine = about["machine"]
+    return str(machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}")
+
+
+BLOCKS: dict[str, Callable[[str, dict[str, Any]], str]] = {
+    "ladder": ladder,
+    "queue": queue,
+    "experiments": experiments,
+}
+
+
+def results_file(readme: str) -> Path:
+    """The results file that the README links to."""
+    found = re.search(r"\(results/([\w.-]+\.json)\)", readme)
+    assert found, "README.md links to no results file"
+    return ROOT / "results" / found[1]
+
+
+def filled(readme: str, path: Path) -> str:
+    """README's text with the blocks between its markers made anew from a results file."""
+    sections = results.load(path)
+    for name, block in BLOCKS.items():
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
+        head, found, rest = readme.partition(begin)
+        _, closed, tail = rest.partition(end)
+        assert found and closed, f"README.md has no {begin.strip()} and {end.strip()}"
+        assert name in sections, f"{path.name} has no section {name}; measure it first"
+        readme = head + begin + block(path.stem, sections) + end + tail
+    return readme
 
 
 if __name__ == "__main__":
-    results = json.loads(RESULTS.read_text("utf-8"))
-    README.write_text(filled(README.read_text("utf-8"), results), "utf-8")
+    text = README.read_text("utf-8")
+    README.write_text(filled(text, Path(sys.argv[1]) if len(sys.argv) > 1 else results_file(text)), "utf-8")

@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from minillm.bench import results
+from minillm.bench.claims import Claim
 from minillm.bench.ladder import Result
 from minillm.bench.metrics import DEFINITIONS
+from minillm.bench.peers import compare
 from minillm.bench.rows import Row
 from minillm.bench.tables import new_table, rate, si, times
 
@@ -31,13 +33,16 @@ def show(result: Result, console: Console) -> None:
         console.print(Text(f"{key} set: {s['requests']} prompts of {lengths}, {s['output_tokens']:,} output tokens"))
     console.print(work_table(result.rows), speed_table(result.rows), latency_table(result.rows))
     if result.claims:
-        console.print(claims_table(result))
+        console.print(claims_table(result.claims))
+    if result.peers:
+        console.print(*compare.tables(result.peers))
     rounds = max(len(row.rounds) for row in result.rows)
     for note in [
         "Ceiling: each step takes the longer of reading its weights, K and V "
         f"at {c.bytes_per_s / 1e9:,.0f} GB/s and multiplying at {c.flops_per_s / 1e9:,.0f} GFLOP/s, "
         "both measured in this run.",
         *result.notes,
+        *(result.peers.notes if result.peers else []),
         *(f"{row.stage}: {flag}" for row in result.rows for flag in row.flags),
         f"Timed rounds: {rounds}; {result.seconds:.0f} s in all.",
         *(["PARTIAL: stopped by Ctrl-C; stages that had not run once are missing."] if result.partial else []),
@@ -122,12 +127,12 @@ def latency_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def claims_table(result: Result) -> Table:
+def claims_table(claims: Sequence[Claim]) -> Table:
     table = new_table("Claims", "", ("claim", "target", "measured", "met", "detail"))
     for i in (0, 4):
         table.columns[i].no_wrap, table.columns[i].justify, table.columns[i].ratio = False, "left", 1
     verdicts = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("-")}
-    for claim in result.claims:
+    for claim in claims:
         table.add_row(claim.claim, claim.target, times(claim.measured), verdicts[claim.met], claim.detail)
     return table
 
