@@ -81,7 +81,8 @@ def queue(file: str, sections: dict[str, Any]) -> str:
     lines = [
         f"![{found['alt_text']}](results/{file}-queue.png)",
         "",
-        "| requests | policy | mean wait s | p95 | max | makespan s | requests/s | slots idle | ttft s | tpot ms |",
+        "| requests | policy | mean wait s | p95 | max | makespan s | requests/s | slots idle | median ttft s "
+        "| tpot ms |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for scenario in found["scenarios"]:
@@ -185,12 +186,13 @@ def results_file(readme: str) -> Path:
 def filled(readme: str, path: Path) -> str:
     """README's text with the blocks between its markers made anew from a results file."""
     sections = results.load(path)
+    missing = {"ladder", "queue", "simulation", "prefill", "memory"} - sections.keys()
+    assert not missing, f"{path.name} has no {', '.join(sorted(missing))}; `make bench` measures all"
     for name, block in BLOCKS.items():
         begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
         head, found, rest = readme.partition(begin)
         _, closed, tail = rest.partition(end)
         assert found and closed, f"README.md has no {begin.strip()} and {end.strip()}"
-        assert name in sections, f"{path.name} has no section {name}; measure it first"
         readme = head + begin + block(path.stem, sections) + end + tail
     return readme
 
