@@ -6,6 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 MINILLM := $(VENV)/bin/minillm
+LAB ?= lab
 RESULTS = results/$(shell $(PY) -m minillm.bench.machine)
 WEIGHTS := $(or $(MINILLM_WEIGHTS),weights)/smollm2-135m-instruct/config.json
 TORCH_PIN := $(shell grep '^torch==' constraints.txt)
@@ -25,7 +26,7 @@ ifeq ($(filter cpu cuda,$(TORCH)),)
 $(error TORCH is '$(TORCH)'; it must be cpu or cuda)
 endif
 
-.PHONY: help run test lint bench readme check-gpu weights doctor clean
+.PHONY: help run test lint lab lessons student mutants bench readme check-gpu weights doctor clean
 
 help: ## explain every target (this text)
 	@echo "make TARGET, where TARGET is one of"
@@ -42,6 +43,19 @@ lint: $(VENV)/.dev ## check style, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+lab: $(VENV)/.lessons $(WEIGHTS) ## put the lessons into lab/, your own folder (never written over), and open JupyterLab there
+	$(PY) -m minillm.lab.build lab $(LAB)
+	cd $(LAB) && $(CURDIR)/$(VENV)/bin/jupyter lab $(ARGS)
+
+lessons: $(VENV)/.dev $(WEIGHTS) ## run the lessons that changed and keep their outputs, or some: LESSONS='04 05'
+	$(PY) -m minillm.lab.build lessons $(LESSONS)
+
+student: $(VENV)/.dev ## make the notebooks without solutions: build/student/
+	$(PY) -m minillm.lab.build student
+
+mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it
+	$(PY) tests/mutants.py
 
 bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (30 minutes)
 	@mkdir -p results
@@ -102,6 +116,10 @@ $(VENV)/.base: $(VENV)/.torch-$(TORCH) pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.lessons: $(VENV)/.base
+	$(PIP) install -c constraints.txt -e '.[lessons]'
 	@touch $@
 
 # Order only: a newer environment is no reason to fetch again.

@@ -1,4 +1,4 @@
-"""The command line: `minillm generate`, `chat`, `weights`, `doctor`; those that measure are in `cli_measure`.
+"""The command line: `minillm generate`, `chat`, `check`, `weights`, `doctor`; those that measure are in `cli_measure`.
 
 Exit codes: 0 all well · 1 something failed, see its message · 2 wrong input, said in one line · 130 Ctrl-C.
 Anything else is a bug and keeps its traceback. torch is imported inside the commands: help appears at once.
@@ -448,6 +448,31 @@ def chat(
 
 
 cli_measure.add_to(app)
+
+
+# ---- learning
+
+
+@app.command(rich_help_panel="Learn")
+def check(
+    lesson: Annotated[str, typer.Argument(help="Its number: 00 to 08.", show_default=False)],
+    impl: Annotated[
+        Path | None,
+        typer.Option(help="A notebook or Python file.  [dim]\\[default: the lesson's notebook in the folder][/]"),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where your notebooks are: what `make lab` filled.")] = Path("lab"),
+) -> int:
+    """Check what you wrote in a lesson: every property, with the reason where one does not hold.
+
+    The exit code is 1 if one does not. Nothing but your own file is checked.
+
+    [bold]Examples[/]
+    $ minillm check 04
+    $ minillm check 04 --impl my_cache.py
+    """
+    from minillm.lab import check_command
+
+    return check_command(lesson, impl, folder, print)
 
 
 # ---- setting up
