@@ -39,10 +39,11 @@ run: $(VENV)/.base $(WEIGHTS) ## set everything up and run the ladder: every sta
 test: $(VENV)/.dev $(WEIGHTS) ## run all tests, for example ARGS='-k sampling'
 	$(PY) -m pytest $(ARGS)
 
-lint: $(VENV)/.dev ## check style, formatting and types
+lint: $(VENV)/.dev ## check style, formatting, types and spelling
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/codespell README.md lessons minillm weights/*.md
 
 lab: $(VENV)/.lessons $(WEIGHTS) ## put the lessons into lab/, your own folder (never written over), and open JupyterLab there
 	$(PY) -m minillm.lab.build lab $(LAB)

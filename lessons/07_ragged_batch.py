@@ -157,6 +157,7 @@ lab.predict("07.break_even", None)
 # is only one text. The package's own function of this name is used in **every** stage, so yours must do what it does
 # for a rectangle too, where `q_pos` is `[B, T]`.
 
+
 # %% task="07.visible"
 def visible(q_pos: Tensor, k_pos: Tensor, q_seq: Tensor | None = None, k_seq: Tensor | None = None) -> Tensor:
     """Which keys each query may look at.
@@ -227,6 +228,7 @@ lab.show_masks(
 #     seq         0 0 0 0 1 1 2                  last        3 5 6
 # ```
 
+
 # %% task="07.pack"
 def pack(rows: list[tuple[int, int, list[int]]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Lays the new tokens of all rows end to end.
@@ -277,10 +279,9 @@ lab.check("07", "pack")
 # later, and hold garbage, maybe NaN. Lesson 06 has shown why that matters: a mask gives weight 0, and 0 × NaN is NaN.
 # So they must not be hidden. They must not be **read**.
 
+
 # %% task="07.context"
-def context(
-    rows: list[tuple[int, int, list[int]]], slot_of: dict[int, list[int]]
-) -> tuple[Tensor, Tensor, Tensor]:
+def context(rows: list[tuple[int, int, list[int]]], slot_of: dict[int, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Every position that some token of this step may look at: of each row, what was computed and what is new.
 
     slot_of[i][p]: where K and V of position p of text i lie. It may know more texts, and more slots, than are needed.
@@ -351,10 +352,9 @@ lab.show_masks(
 # `attention.sdpa(q, k, v, mask)`. Call it by this full name, so that the counters see it. (`KVPool` also has a table
 # of slots, which belongs to the engine. Here `slot_of` does its work.)
 
+
 # %% task="07.step"
-def step(
-    model: Llama, pool: KVPool, rows: list[tuple[int, int, list[int]]], slot_of: dict[int, list[int]]
-) -> Tensor:
+def step(model: Llama, pool: KVPool, rows: list[tuple[int, int, list[int]]], slot_of: dict[int, list[int]]) -> Tensor:
     """One pass of the model over the new tokens of all rows. Returns the logits after each row's last token, [N, V].
 
     slot_of has the slots of the new tokens too; this step writes their K and V there.
@@ -405,6 +405,7 @@ lab.check("07", "step")
 # must come out **equal to the last bit**, not just close: a hidden score is −∞, its weight is exactly 0, and adding
 # exact zeros changes nothing.
 
+
 # %%
 def logits_of(middle: list[int]) -> Tensor:
     texts = [EXAMPLE[:4], middle, EXAMPLE]
@@ -426,6 +427,7 @@ for i in range(3):
 # computed yet: the whole prompt at first, then one token. Whoever has all its new tokens leaves at once, and its slots
 # go back to `free`. Whoever waits comes in as soon as there is a place. `len(slot_of[i])` can serve as the number of
 # computed tokens: in this loop a text has exactly as many slots as tokens in the cache.
+
 
 # %% task="07.generate"
 def generate(model: Llama, prompts: list[list[int]], n_new: list[int], max_running: int = 8) -> list[list[int]]:
@@ -490,6 +492,7 @@ lab.check("07", "generate")
 # (after the step) is `[4, 2, 1]` too: 49 cells, 14 visible. For the step after it, `[1, 1, 1]` and `[5, 3, 2]`: 30
 # cells, 10 visible.
 
+
 # %% task="07.scores_dense"
 def scores_dense(news: list[int], lengths: list[int]) -> int:
     """Cells of the dense mask of a step. Text i has news[i] new tokens, and lengths[i] positions after the step."""
@@ -537,6 +540,7 @@ lab.check("07", "scores_dense", "scores_needed")
 # they run whether your own are done or not.
 #
 # ### The step of the 693 pads
+
 
 # %%
 def one_step(backend, news: list[int], lengths: list[int], repeats: int = 1):
@@ -735,8 +739,7 @@ lab.show(
 # does that get worse with more texts, though each text has only its own context? Three sentences; use T and S.
 
 # %%
-lab.answer("07.why", """
-""")
+lab.answer("07.why", """ """)
 
 # %% [markdown]
 # ## Break it

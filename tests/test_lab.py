@@ -232,6 +232,16 @@ def test_a_function_that_is_put_to_use_changes_what_the_engine_makes(tiny, tmp_p
         use(tmp_path / "none.py")
 
 
+def test_a_stub_is_not_put_to_use(tmp_path: Path, capsys):
+    stub = 'raise NotImplementedError("task 02.visible: yours to write")'
+    path = tmp_path / "mine.py"
+    path.write_text(f"def visible(q, k):\n    {stub}\n\ndef rotate(x, cos, sin):\n    return x\n")
+    undo = use(path)
+    undo()
+    told = capsys.readouterr().out
+    assert "visible is not written yet: ours stays" in told and "minillm.model.rotate is now" in told
+
+
 # ---- notes
 
 

@@ -21,6 +21,7 @@ import jupytext
 import nbformat
 
 from minillm.errors import InputError
+from minillm.lab.use import STUB
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = ROOT / "lessons"
@@ -70,7 +71,7 @@ def stubbed(code: str, task: str | None, name: str) -> str:
     if code.count(BEGIN) != code.count(END) or (task and BEGIN not in code):
         raise InputError(f"{name}, task {task}: {BEGIN} and {END} do not match")
     pattern = rf"^([ \t]*){BEGIN}\n.*?^[ \t]*{END}"
-    return re.sub(pattern, rf'\1raise NotImplementedError("task {task}: yours to write")', code, flags=re.S | re.M)
+    return re.sub(pattern, rf'\1raise NotImplementedError("task {task}{STUB}")', code, flags=re.S | re.M)
 
 
 def without_text(text: str, name: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from minillm.errors import InputError
 from minillm.lab.work import Work, from_file
 
+STUB = ": yours to write"  # how the message of a stub ends
+
 # {function: (module, name in it)}. Modules call these through the module that defines them.
 PLACES = {
     "visible": ("minillm.attention", "visible"),
@@ -26,6 +28,9 @@ def use(source: str | Path | Work) -> Callable[[], None]:
     before: list[tuple[Any, str, Any]] = []
     for name, (module_name, attribute) in PLACES.items():
         if callable(work.names.get(name)) and name not in work.broken:
+            if unwritten(work.names[name]):
+                print(f"{work.source}'s {name} is not written yet: ours stays")
+                continue
             module = importlib.import_module(module_name)
             before.append((module, attribute, getattr(module, attribute)))
             setattr(module, attribute, work.names[name])
@@ -38,3 +43,9 @@ def use(source: str | Path | Work) -> Callable[[], None]:
             setattr(module, attribute, ours)
 
     return undo
+
+
+def unwritten(function: Any) -> bool:
+    """Whether it is still the stub that `build.stubbed` makes."""
+    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    return any(isinstance(constant, str) and constant.endswith(STUB) for constant in constants)
