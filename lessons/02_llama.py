@@ -70,6 +70,7 @@ lab.start("02")
 # | `L`, `d` | blocks, width of a row | 30, 576 |
 # | `H`, `Hkv` | query heads, key-value heads | 9, 3 |
 # | `D` | numbers in a head | 64 |
+# | `d_ff` | width inside an MLP, which is three products of d by d_ff | 1,536 |
 # | `V` | tokens in the vocabulary | 49,152 |
 #
 # Any function below takes leading dimensions `...` too: none for one text, or `N` for several rows of a rectangle.
@@ -93,9 +94,9 @@ print("rows  ", list(model.embed(tokens).shape), "then", len(model.blocks), "blo
 #
 # - `mlp_share`: one pass over the 7 tokens, with logits for the last row alone. How many **percent** of all
 #   multiplications are in the MLPs?
-# - `scores`: how many attention scores does that pass compute, over all blocks and heads?
+# - `scores`: how many attention scores does that pass compute, over all blocks and heads, hidden ones included?
 # - `first_block`: run the same in bfloat16 and compare with float32 after each block, 0 to 29. After which block are
-#   the rows first more than 1 percent of their length apart?
+#   the rows (their median) first more than 1 percent of their length apart?
 
 # %%
 lab.predict("02.mlp_share", None)
@@ -199,13 +200,13 @@ lab.check("02", "frequencies")
 # <!-- END SOLUTION -->
 
 # %% [markdown]
-# Now the turning. The package's `rope_table(positions, frequencies, dtype)` gives cosines and sines, laid out so that
-# no index is needed. For the first half `a` and the second half `b` of a head:
+# Now the turning. The package's `rope_table(positions, frequencies, dtype)` gives two tables, as wide as a head. With
+# c and s for cosine and sine of a pair's angle, and `a` and `b` for the first and the second half of a head:
 #
-#     x        a                 b
-#     cos      cos               cos          [..., T, 1, D]: the 1 is for the heads, which all turn alike
-#     sin     -sin               sin          the minus sign is in the table already
-#     result   a cos - b sin     b cos + a sin
+#     x        a            b
+#     cos      c            c           [..., T, 1, D]: the 1 is for the heads, which all turn alike
+#     sin     -s            s           the minus sign is in the table already: you only ever add
+#     result   a c - b s    b c + a s
 #
 # **Which numbers are a pair?** The paper pairs neighbours, 2i with 2i + 1. Hugging Face's checkpoints pair number i
 # with number i + D/2, in halves. Both are rotations, both keep the property of differences, and nothing raises
@@ -338,7 +339,8 @@ lab.show_masks(
 # - **Grouped queries** (Ainslie et al. 2023). Nine query heads share three key-value heads: 0 1 2 read the first, 3 4 5
 #   the second, 6 7 8 the third. That makes K and V three times smaller, which lesson 04 will be glad of.
 # - **A query that sees nothing** answers 0. None does in this lesson; free rows of a batch will.
-# - **Dtypes.** The softmax in float32 at least; the result in `q`'s dtype.
+# - **Dtypes.** The softmax in float32 at least; its weights are rounded to `v`'s dtype for the sum; the result in
+#   `q`'s dtype.
 
 
 # %% task="02.sdpa"
@@ -441,7 +443,7 @@ lab.check("02", "swiglu")
 # | `attn.heads`, `attn.head_dim` | `(H, Hkv, Hkv)` and `D`: in this order they follow each other |
 # | `attn.o.weight` | `[d, H D]`, from the heads back to a row |
 # | `mlp_norm.weight`, `mlp_norm.eps` | the same for the norm before the MLP |
-# | `mlp.gate_up.weight` | `[2 d_ff, d]`: gate, below it up |
+# | `mlp.gate_up.weight` | `[2 d_ff, d]`: the rows of `gate`, then those of `up` |
 # | `mlp.down.weight` | `[d, d_ff]` |
 #
 # q, k and v lie in one matrix because one large product is faster than three small ones. Call *your* functions. The

@@ -151,7 +151,7 @@ print(f"\nPositions 0 to 4, all layers: {causal[:, :5].max():g} with the causal 
 # ## Predict
 #
 # Put a number in place of each `None`, then run the cell. A wild guess is fine; what counts is to have guessed before
-# the machine tells. The tables above help with the first two.
+# the machine tells. The formulas under *What it saves* give the first two.
 
 # %%
 # 7 prompt tokens, 32 new ones: how many tokens go through the model, all steps together?
@@ -246,7 +246,7 @@ for name, (layers, heads, dim, _) in MODELS.items():
 # %% [markdown]
 # ### Task 2: put K and V where they belong
 #
-# One memory holds one layer's K (another one its V): `[Hkv, S, D]`, the heads first, with room for $S$ positions. The
+# One memory holds one layer's K (another one its V): `[Hkv, S, D]`, the heads first; here $S$ is its room. The
 # new ones come as the model makes them, tokens first: `[T, Hkv, D]`. Position $p$ of the text has a fixed place, $p$.
 
 
@@ -392,8 +392,8 @@ for start, T in ((0, 7), (4, 3), (7, 1)):
 #
 # ### Task 4: the loop
 #
-# Now the engine of this lesson. Make the two memories, then repeat: feed the tokens not computed yet, take the most
-# likely next token, until there are `n_new`.
+# Now the engine of this lesson. Make the two memories (how many positions can the text ever reach?), then repeat: feed
+# the tokens not computed yet, take the most likely next token, until there are `n_new`.
 
 
 # %% task="04.generate"
@@ -689,7 +689,7 @@ CachedAttend = unbroken  # as it was
 # keys back, and finds the last layer's.
 #
 # The lesson in it: **test a cache by cutting a text at every place, never by a prompt alone.** Three more bugs of the
-# kind, to try in the same way: a mask of `torch.ones_like(...)`; positions that begin at 0 in each step; `v` stored
+# kind, to try in the same way: a mask of `torch.ones_like(...)`; `positions - positions[0]` in each step; `v` stored
 # twice.
 
 # %% [markdown]

@@ -9,7 +9,7 @@
 # - build the rectangle of one step: tokens, positions and last indices of rows of unequal length;
 # - generate for several prompts at once, each row exactly as if it were alone;
 # - say why padding on the right needs no pad mask, and why unused memory must still hold numbers;
-# - predict the waste by formula and find it in the counters: pads, ended rows, the 693 pads of a refill;
+# - predict the waste by formula and find it in the counters: pads, ended rows, and the pads of a refill;
 # - predict from bytes how much faster tokens come in company, and time it.
 #
 # **Prerequisites:** lessons 04 (KV cache) and 05 (chunked prefill). **Minutes:** about 75.
@@ -110,7 +110,8 @@ lab.start("06")
 #
 # Three guesses, before anything is measured. Put numbers in place of `None`; a wild guess is fine.
 #
-# 1. Eight equal texts in a rectangle, against one alone: by what factor do output tokens per second rise?
+# 1. Eight equal texts of the real model in a rectangle, against one alone: by what factor do output tokens per second
+#    rise?
 
 # %%
 lab.predict("06.speedup", None)
@@ -604,8 +605,9 @@ lab.check("06", "rectangle", "generate")
 rectangle = kept
 
 # %% [markdown]
-# All shapes, the numbers of tokens and of passes are right, and those properties hold. Where a rectangle puts its pads
-# is a matter of taste. That the texts are different ones, only the comparison with each row alone can tell.
+# Two properties of `rectangle` fail over a matter of taste: where the pads are put, and so which column is the last.
+# Shapes and the number of passes are right, and what looks only at those holds. That the texts are different ones, the
+# properties tell that compare each row with its run alone.
 #
 # Now the memory: one query, two keys, and the second is masked. What lies in the hidden place?
 

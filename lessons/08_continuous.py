@@ -409,12 +409,14 @@ for step in range(1, 20):
 # %% [markdown]
 # ## Build: the loop
 #
-# Now with a model. The package gives what you know from lesson 07: `RegionSlots` hands out rows of memory
-# (`reserve(request, n)` for its next n tokens, `release(request)` when it has ended), `pack(plan, pool)` makes the
-# tensors of one step, `GatherAttend(pool, batch)` attends, `sample(logits, requests)` returns a pair for each
-# request, of which you need the first, the token. `batch.last` are the rows of the hidden states from which a token
-# may be sampled, and `batch.samples` the requests they belong to. In some steps both are empty: half a prompt samples
-# nothing.
+# Now with a model. The package gives the parts, most of them new to you. `RegionSlots` hands out rows of memory
+# (`reserve(request, n)` for its next n tokens, `release(request)` when it has ended). `pack(plan, pool)` makes the
+# tensors of one step from your plan. The model is called as before,
+# `hidden = model(batch.tokens, batch.positions, GatherAttend(pool, batch))`, and `model.logits(rows of hidden)` gives
+# logits. `sample(logits, requests)` returns a pair for each request, of which you need the first, the token.
+# `batch.last` are the rows of the hidden states from which a token may be sampled, and `batch.samples` the requests
+# they belong to. In some steps both are empty, for half a prompt samples nothing; `model.logits` and `sample` take that
+# as it is.
 #
 # `Arrivals` is the queue in front of it all. Call `ask_arrivals()`, which is given, at the head of every turn.
 
@@ -587,8 +589,8 @@ print(f"Both made {'the same text' if same_text else 'texts that differ where tw
 # slot of `static` costs less than a working one.
 #
 # Last, with requests that *arrive*, as in the table: Poisson arrivals at 2.15 times what continuous batching can
-# serve, which is the table's own overload ($11 \times 941.1 / 600 / 8$). The fixed-time line uses the same arrivals
-# and, for each policy, the median time of a step of its run above.
+# serve, which is the table's own overload ($11 \times 941.1 / 600 / 8$: 941.1 s are what the slots were busy). The
+# fixed-time line uses the same arrivals and, for each policy, the median time of a step of its run above.
 
 # %%
 best = min(max(t[-1] for t in done.times) for done in real["continuous"])

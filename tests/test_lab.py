@@ -144,7 +144,7 @@ def test_only_setup_and_task_cells_are_run(tmp_path: Path, kind: str):
 def test_an_error_names_the_learners_own_line(tmp_path: Path):
     path = tmp_path / "plain.py"
     path.write_text("def double(x):\n    y = x\n    return y.no_such_thing\n")
-    with pytest.raises(Wrong, match="at line 3: return y.no_such_thing"):
+    with pytest.raises(Wrong, match="at line 3 of double: return y.no_such_thing"):
         from_file(path).call("double", 1)
 
 
@@ -194,7 +194,29 @@ def test_a_function_that_never_ends_is_tried_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checking, "properties", lambda lesson: properties)
     monkeypatch.setattr(checking, "SECONDS", 0.2)
     report = run_checks("09", work_of("def spin():\n    while True:\n        pass"))
-    assert not tried and "spin took longer than 0.2 s" in report.text() and report.text().count("not tried") == 2
+    assert (
+        not tried
+        and "spin took longer than 0.2 s" in report.text()
+        and [f.wrong for f in report.findings][1:] == ["spin was too slow above; not tried"] * 2
+    )
+
+
+def test_one_cause_is_told_once_and_what_is_to_do_has_no_hint(monkeypatch: pytest.MonkeyPatch):
+    def twice(work: Work) -> None:
+        same(work.call("double", 4), 8, "double(4)")
+
+    properties = [Property("09", "double", f"property {i}", "times 2", twice) for i in range(3)]
+    monkeypatch.setattr(checking, "properties", lambda lesson: properties)
+    wrong = run_checks("09", work_of("def double(x):\n    return x")).text()
+    assert wrong.count("expected 8, got 4") == wrong.count("hint: times 2") == 1
+    assert wrong.count("the same as above") == 2
+    crash = run_checks("09", work_of("def double(x):\n    return y")).text()
+    assert crash.count("NameError") == 1 and "hint" not in crash
+    stub = "def {}(x):\n    raise NotImplementedError('task 09.{}: yours to write')"
+    to_do = run_checks("09", work_of(stub.format("double", "double"))).text()
+    assert to_do.count("to do  double is not written yet") == 1 and "hint" not in to_do and "WRONG" not in to_do
+    needs = run_checks("09", work_of(stub.format("half", "half") + "\ndef double(x):\n    return half(x)")).text()
+    assert "double needs your half, which is not written yet" in needs
 
 
 def test_unknown_lessons_are_refused():

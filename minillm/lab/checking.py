@@ -71,14 +71,23 @@ class Report:
     def text(self) -> str:
         """For people, whatever shows it: no colours needed."""
         lines = [f"Lesson {self.lesson}, checked: {self.source}"]
+        told: set[tuple[str, str]] = set()  # one cause often breaks several properties: it is told once
         for finding in self.findings:
-            prop = finding.prop
-            if finding.wrong is None:
+            prop, wrong = finding.prop, finding.wrong
+            if wrong is None:
                 lines.append(f"  ok     {prop.function}: {prop.says}")
-                continue
-            lines.append(f"  WRONG  {prop.function}: {prop.says}")
-            lines += [f"         {line}" for line in finding.wrong.splitlines()]
-            lines.append(f"         hint: {prop.hint}")
+            elif wrong.startswith(f"{prop.function} is not written yet"):
+                if (prop.function, wrong) not in told:
+                    lines.append(f"  to do  {wrong}")
+            else:
+                lines.append(f"  WRONG  {prop.function}: {prop.says}")
+                if (prop.function, wrong) in told:
+                    lines.append("         the same as above")
+                else:
+                    lines += [f"         {line}" for line in wrong.splitlines()]
+                    if f"{prop.function} raised " not in wrong:  # a hint is about a result, and there is none
+                        lines.append(f"         hint: {prop.hint}")
+            told.add((prop.function, wrong or ""))
         right = sum(finding.wrong is None for finding in self.findings)
         lines.append(f"{right} of {len(self.findings)} properties hold.")
         return "\n".join(lines)

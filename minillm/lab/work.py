@@ -5,6 +5,7 @@ measurement, and never tests our own code by mistake: what a file does not defin
 """
 
 import linecache
+import re
 import signal
 import threading
 import traceback
@@ -67,6 +68,9 @@ class Work:
     def explain(self, name: str, error: BaseException) -> str:
         """An exception in a learner's words: what, and at which of their lines."""
         if isinstance(error, NotImplementedError):
+            other = unwritten_task(str(error))
+            if other not in (None, name):
+                return f"{name} needs your {other}, which is not written yet"
             return f"{name} is not written yet ({error})"
         if isinstance(error, ImportError):
             return f"{name} needs something that is not installed: {error}"
@@ -77,8 +81,15 @@ class Work:
         """The last line of the learner's own code in a traceback."""
         for frame in reversed(traceback.extract_tb(trace)):
             if frame.filename in self.mine or "ipykernel" in frame.filename or frame.filename.startswith("<ipython"):
-                return f"\n  at line {frame.lineno}: {frame.line}"
+                where = "" if frame.name == "<module>" else f" of {frame.name}"
+                return f"\n  at line {frame.lineno}{where}: {frame.line}"
         return ""
+
+
+def unwritten_task(message: str) -> str | None:
+    """The function of a stub's message, "task 04.store: ..."; None if it is no such message."""
+    found = re.match(r"task \d\d\.(\w+):", message)
+    return found[1] if found else None
 
 
 def differ(before: Any, now: Any) -> bool:
@@ -208,9 +219,11 @@ def from_cells(path: Path, cells: Sequence[tuple[int, str]], seconds: float = 60
                 exec(compile(code, filename, "exec"), names)
         except (Exception, SystemExit) as error:
             place = f"cell {number_of} of {path.name}" if number_of else path.name
-            line = error.lineno if isinstance(error, SyntaxError) else None
-            at = f", line {line}" if line else Work("", {}, mine=frozenset(mine)).line(error.__traceback__)
-            why = f"{place} does not run: {type(error).__name__}: {error}{at}"
+            if isinstance(error, SyntaxError):  # its own words name the file and the line already
+                what, at = error.msg, f", line {error.lineno}: {(error.text or '').strip()}"
+            else:
+                what, at = str(error), Work("", {}, mine=frozenset(mine)).line(error.__traceback__)
+            why = f"{place} does not run: {type(error).__name__}: {what}{at}"
             for name in defined(code):
                 work.broken[name] = why
     work.mine = frozenset(mine)

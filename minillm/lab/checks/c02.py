@@ -661,7 +661,7 @@ def block_attention(work: Work) -> None:
     "02",
     "block",
     "the MLP half: norm, gate and up, down",
-    "mlp_norm of the x that attention has already added to; gate is the upper half of gate_up.",
+    "mlp_norm of the x that attention has already added to; gate is the first d_ff rows of gate_up.",
 )
 def block_mlp(work: Work) -> None:
     try_block(work, "block with o all 0, so only its MLP half", ("o",), torch.float64, 1e-9)
