@@ -130,3 +130,13 @@ def test_the_simulated_steps_are_the_stages_steps(policy: str, stage: str, deman
         for part, step_time in COUNTERS.items()
     }
     assert simulated == model.parts
+
+
+def test_a_group_without_pads_frees_its_slots_together():
+    """Three slots, two groups: the second enters when the longest of the first is out, and waits until it is full."""
+    demands = [Demand(at, 1, n) for at, n in zip([0.0, 0.1, 0.2, 0.3, 9.0], [2, 1, 4, 1, 2], strict=True)]
+    step = StepTime(base=1.0, per_token=0.0, per_position=0.0, per_chunk=0.0)
+    made = steps.groups(demands, 3, step, budget=3)
+    assert made.starts == pytest.approx([0.2, 0.2, 0.2, 9.0, 9.0])
+    assert made.ends == pytest.approx([2.2, 1.2, 4.2, 10.0, 11.0])
+    assert made.freed == pytest.approx([4.2, 4.2, 4.2, 11.0, 11.0])
