@@ -58,7 +58,7 @@ student: $(VENV)/.dev ## make the notebooks without solutions: build/student/
 mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it
 	$(PY) tests/mutants.py
 
-bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (30 minutes)
+bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (40 minutes)
 	@mkdir -p results
 	$(MINILLM) bench --preset full --json $(RESULTS).json --plot $(RESULTS)-ladder.png --peer transformers $(PEERS)
 	$(MINILLM) bench queue --json $(RESULTS).json --plot $(RESULTS)-queue.png

@@ -319,8 +319,7 @@ def folder(tiny: Llama, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(trace, "Tokenizer", Any_)
     monkeypatch.setattr(trace, "Config", Any_)
     monkeypatch.setattr(trace, "make_jobs", lambda *args: work)
-    monkeypatch.setattr(trace.Llama, "from_pretrained", lambda *args, **kwargs: tiny)
-    monkeypatch.setattr(trace, "pack_weights", lambda model: model)
+    monkeypatch.setattr(trace, "load_model", lambda *args: tiny)
     return "tiny"
 
 

@@ -33,14 +33,19 @@ def load(model: str, device: str, dtype: str, console: Console) -> tuple[Path, L
     """The model's folder, the model with packed weights, its tokenizer. Raises InputError for a name, a device or a
     dtype that is not known."""
     from minillm.fetch import find
-    from minillm.model import Llama
-    from minillm.packing import pack_weights
     from minillm.tokenizer import Tokenizer
 
     folder = find(model)
+    return folder, load_model(folder, device, dtype, console), Tokenizer.from_pretrained(folder)
+
+
+def load_model(folder: Path, device: str, dtype: str, console: Console) -> Llama:
+    """With packed weights, as the engine has it."""
+    from minillm.model import Llama
+    from minillm.packing import pack_weights
+
     with console.status(f"Loading {folder.name}"):
-        llama = pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
-        return folder, llama, Tokenizer.from_pretrained(folder)
+        return pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
 
 
 def run_command(

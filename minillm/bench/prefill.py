@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from minillm.bench import ladder, machine, results
+from minillm.bench import ladder, load_model, machine, results
 from minillm.bench.harness import Job, Run, run
 from minillm.bench.metrics import itl
-from minillm.bench.tables import new_table, times
+from minillm.bench.tables import device_name, new_table, times
 from minillm.bench.verify import Verifier, judge
 from minillm.bench.workload import QUICK, real_workload
 from minillm.config import Config
@@ -334,9 +334,8 @@ def ms(seconds: float) -> str:
 
 def heading(result: Result) -> str:
     """What was measured and on what, in one line."""
-    m, facts = result.model, result.about["machine"]
-    device = facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}"
-    return f"{m['name']}, {m['dtype']}, {device}"
+    m = result.model
+    return f"{m['name']}, {m['dtype']}, {device_name(result.about)}"
 
 
 def show(result: Result, console: Console) -> None:
@@ -495,7 +494,6 @@ def run_command(
     After Ctrl-C it shows and saves what was measured, and raises KeyboardInterrupt again.
     """
     from minillm.fetch import find
-    from minillm.packing import pack_weights
     from minillm.tokenizer import Tokenizer
 
     results.check_room(json_path)
@@ -505,8 +503,7 @@ def run_command(
     kept = check(config, prompt, running, budgets, rounds)
     text = real_workload(Tokenizer.from_pretrained(folder), QUICK, config).text
     make_jobs(text, prompt, running, n_output(prompt, running, kept))
-    with console.status(f"Loading {folder.name}"):
-        llama = pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
+    llama = load_model(folder, device, dtype, console)
     result = measure(llama, folder.name, text, console, prompt, running, budgets, rounds)
     show(result, console)
     if json_path is not None:

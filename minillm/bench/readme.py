@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from minillm.bench import results
-from minillm.bench.tables import si, times
+from minillm.bench.tables import device_name, si, times
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -50,7 +50,7 @@ def ladder(file: str, sections: dict[str, Any]) -> str:
         "",
         *table,
         "",
-        f"{model['name']} in {model['dtype']} on {about['machine']['cores']} cores of {about['machine']['cpu']}, torch "
+        f"{model['name']} in {model['dtype']} on {device_name(about)}, torch "
         f"{about['versions']['torch']}; `{about['command']}`, medians of {len(found['rows'][-1]['rounds'])} "
         f"interleaved rounds, {about['date'][:10]} ([results/{file}.json](results/{file}.json)). "
         f"{main['requests']} prompts of {main['shortest_prompt']} to {main['longest_prompt']:,} tokens, all there at "
@@ -105,7 +105,7 @@ def queue(file: str, sections: dict[str, Any]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- **{scenario['name']}**: {told(scenario)}" for scenario in found["scenarios"]), ""]
     lines.append(
-        f"{found['model']['name']} in {found['model']['dtype']} on {on(found['about'])}; "
+        f"{found['model']['name']} in {found['model']['dtype']} on {device_name(found['about'])}; "
         f"`{found['about']['command']}`, {found['about']['date'][:10]}. {plan['slots']} slots; "
         f"requests arrive {plan['load']:g} times as fast as continuous batching can serve them here "
         f"({article['rate']:.1f} a second in `article`), as in the published simulation. wait: first step minus "
@@ -162,11 +162,6 @@ def peers(found: dict[str, Any] | None) -> list[str]:
     shape = f"{found['n_prompt']} + {found['n_new']} tokens, decode"
     lines += [cells(row, f"{row['N']} x {shape}", "decode_throughput", "decode_ratio") for row in found["grid_rows"]]
     return lines
-
-
-def on(about: dict[str, Any]) -> str:
-    machine = about["machine"]
-    return str(machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}")
 
 
 BLOCKS: dict[str, Callable[[str, dict[str, Any]], str]] = {

@@ -17,7 +17,7 @@ from minillm.bench.ladder import Result
 from minillm.bench.metrics import DEFINITIONS
 from minillm.bench.peers import compare
 from minillm.bench.rows import Row
-from minillm.bench.tables import new_table, rate, si, times
+from minillm.bench.tables import device_name, new_table, rate, si, times
 
 # ---- tables
 
@@ -26,7 +26,7 @@ def show(result: Result, console: Console) -> None:
     """Whether the texts are right, then what they took, then the times."""
     m, c = result.model, result.ceilings
     console.print()
-    title = f"{m['name']} ({m['weights']} weights), {m['dtype']} on {device_name(result)}"
+    title = f"{m['name']} ({m['weights']} weights), {m['dtype']} on {device_name(result.about)}"
     console.print(Text(title, style="bold"))
     for key, s in result.sets.items():
         lengths = f"{s['shortest_prompt']} to {s['longest_prompt']} tokens ({s['prompt_tokens']:,} in all)"
@@ -137,11 +137,6 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     return table
 
 
-def device_name(result: Result) -> str:
-    facts = result.about["machine"]
-    return str(facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}")
-
-
 # ---- files
 
 
@@ -165,7 +160,7 @@ def alt_text(result: Result) -> str:
     speeds = ", ".join(f"{r.stage} {'void' if r.void else f'{r.output_throughput:.1f}'}" for r in rows)
     work = ", ".join(f"{r.stage} {r.tokens_pushed / r.tokens_useful:.2f}" for r in rows)
     return (
-        f"Two bar charts of {result.model['name']} in {result.model['dtype']} on {device_name(result)}. "
+        f"Two bar charts of {result.model['name']} in {result.model['dtype']} on {device_name(result.about)}. "
         f"Left, output tokens per second: {speeds}. "
         f"Right, tokens pushed through the model for each one needed: {work}."
     )
@@ -179,7 +174,7 @@ def plot(result: Result) -> Figure:
     rows = result.rows
     figure = Figure(figsize=(11, 1.8 + 0.48 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{result.model['name']}, {result.model['dtype']}, {device_name(result)}", fontsize=12)
+    figure.suptitle(f"{result.model['name']}, {result.model['dtype']}, {device_name(result.about)}", fontsize=12)
     speed, work = figure.subplots(1, 2)
     at = range(len(rows))
 

@@ -1,6 +1,7 @@
 """Tables and numbers for people. No torch here: the simulation uses them too."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -35,3 +36,9 @@ def si(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {letter}"
     return f"{count:g}"
+
+
+def device_name(about: dict[str, Any]) -> str:
+    """The GPU, or the CPU and its cores, of what `machine.describe` tells."""
+    facts = about["machine"]
+    return str(facts["gpu"] or f"{facts['cores']} cores of {facts['cpu']}")

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.text import Text
 
-from minillm.bench import results, workload
+from minillm.bench import load_model, results, workload
 from minillm.bench.harness import Job, Run, run
 from minillm.bench.ladder import pick_stages
 from minillm.bench.timeline import (
@@ -38,7 +38,6 @@ from minillm.config import Config
 from minillm.errors import InputError
 from minillm.fetch import find
 from minillm.model import Llama
-from minillm.packing import pack_weights
 from minillm.request import Event, Request, TextCodec
 from minillm.stages import STAGES
 from minillm.tokenizer import Tokenizer
@@ -86,8 +85,7 @@ def run_command(
     folder = find(model)
     tokenizer = Tokenizer.from_pretrained(folder)
     jobs = make_jobs(tokenizer, Config.from_folder(folder), requests, max_tokens, arrivals_rate)
-    with console.status(f"Loading {folder.name}"):
-        llama = pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
+    llama = load_model(folder, device, dtype, console)
     with console.status(f"Running {stage}"):
         done, timeline = trace(llama, stage, jobs, limits, tokenizer)
     if not timeline.steps:
