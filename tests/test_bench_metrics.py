@@ -68,3 +68,19 @@ def test_e2el_is_ttft_and_all_gaps(gaps: list[list[float]]):
         assert metrics.ttft(0.0, row) + sum(metrics.itl(row)) == pytest.approx(metrics.e2el(0.0, row))
         if (tpot := metrics.tpot(0.0, row)) is not None:
             assert tpot * (len(row) - 1) == pytest.approx(sum(metrics.itl(row)))
+
+
+def test_goodput_counts_what_kept_both_limits_from_its_own_arrival():
+    arrivals = [0.0, 4.0, 4.0, 0.0, 0.0]
+    times = [
+        [1.0, 2.0],  # ttft 1, tpot 1
+        [5.0, 5.5, 6.0],  # arrived at 4: ttft 1, tpot 0.5
+        [7.5],  # ttft 3.5; a single token has no tpot
+        [0.5, 3.0],  # tpot 2.5
+        [],  # never answered
+    ]
+    assert metrics.request_goodput(arrivals, times, 1.0, 1.0) == 2 / 7.5  # the limits themselves are kept
+    assert metrics.request_goodput(arrivals, times, 4.0, 1.0) == 3 / 7.5
+    assert metrics.request_goodput(arrivals, times, 4.0, 0.5) == 2 / 7.5
+    assert metrics.request_goodput(arrivals, times, 4.0, 2.5) == 4 / 7.5
+    assert metrics.request_goodput([0.0], [[]], 1.0, 1.0) == 0.0
