@@ -67,7 +67,10 @@ class Batch:
 
 
 def pack(plan: Sequence[tuple[Request, int]], pool: KVPool) -> Batch:
-    """[(request, n new tokens)] to one step's tensors; enters the new slots in the pool's table."""
+    """[(request, n new tokens)] to one step's tensors; enters the new slots in the pool's table.
+
+    Where several samples begin with this prompt, the row of its last token is sampled once for each.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     seq: list[int] = []
@@ -75,17 +78,23 @@ def pack(plan: Sequence[tuple[Request, int]], pool: KVPool) -> Batch:
     last: list[int] = []
     samples: list[Request] = []
     chunks: list[Chunk] = []
+    pool.copy([move for request, _ in plan for move in request.moves])  # before anything of this step is written
     for request, n in plan:
+        request.moves = []
         start, stop = request.computed, request.computed + n
         assert request.row is not None and 0 < n <= request.pending and len(request.slots) >= stop
+        if request.entered < start:  # slots that it did not fill itself: found, or held since before a fork
+            pool.enter(request.row, request.entered, request.slots[request.entered : start])
+        request.entered = stop
         tokens += request.tokens[start:stop]
         positions += range(start, stop)
         seq += [request.row] * n
         slots += request.slots[start:stop]
         chunks.append(Chunk(request.row, start, n))
         if n == request.pending:
-            last.append(len(tokens) - 1)
-            samples.append(request)
+            together = [request, *request.samples]
+            last += [len(tokens) - 1] * len(together)
+            samples += together
     device = pool.table.device
     index = torch.tensor([tokens, positions, seq, slots], dtype=torch.int64).to(device)  # [4, T]: one copy over
     pool.table[index[2], index[1]] = index[3]

@@ -5,6 +5,7 @@ contiguous. Nobody outside this file knows the layout; keys come back as [..., H
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +89,18 @@ class KVPool:
         """Writes k, v [T, Hkv, D] into slots [T]."""
         self.k[layer].index_copy_(1, slots, k.transpose(0, 1))  # [Hkv, T, D]
         self.v[layer].index_copy_(1, slots, v.transpose(0, 1))
+
+    def enter(self, row: int, start: int, slots: Sequence[int]) -> None:
+        """Writes down where positions start, start+1, .. of the sequence in this row lie."""
+        self.table[row, start : start + len(slots)] = torch.tensor(slots, device=self.table.device)
+
+    def copy(self, moves: Sequence[tuple[int, int]]) -> None:
+        """K and V of all layers, from slot to slot: all are read before the first is written."""
+        if not moves:
+            return
+        source, target = torch.tensor(moves, device=self.table.device).unbind(-1)  # [n] each
+        for memory in (self.k, self.v):
+            memory.index_copy_(2, target, memory.index_select(2, source))  # [L, Hkv, n, D]
 
     def index(self, slots: Tensor) -> Tensor:
         """Where the slots [..., S] lie in every head's memory, [Hkv, ..., S]: once per step, for `gather`."""

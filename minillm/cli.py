@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -147,6 +147,9 @@ def generate(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     seed: Seed = None,
+    samples: Annotated[
+        int, typer.Option(min=1, max=128, help="Texts to draw for each prompt.", rich_help_panel=SAMPLING)
+    ] = 1,
     repetition_penalty: RepetitionPenalty = 1.0,
     presence_penalty: Annotated[
         float, typer.Option(help="Above 0: avoid tokens of the text so far.", rich_help_panel=SAMPLING)
@@ -167,7 +170,10 @@ def generate(
     ] = False,
     stage: Annotated[
         str,
-        typer.Option(help="naive, cached, chunked, padded, dynamic, ragged or continuous.", rich_help_panel=RUNNING),
+        typer.Option(
+            help="naive, cached, chunked, padded, dynamic, ragged, continuous, paged or shared.",
+            rich_help_panel=RUNNING,
+        ),
     ] = "continuous",
     max_running: Annotated[
         int | None,
@@ -181,9 +187,20 @@ def generate(
         int | None,
         typer.Option(
             min=1,
-            help=f"Most tokens in one step (continuous only).  [dim]\\[default: {BUDGET}][/]",
+            help=f"Most tokens in one step (continuous and later).  [dim]\\[default: {BUDGET}][/]",
             rich_help_panel=RUNNING,
         ),
+    ] = None,
+    kv_slots: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that KV memory holds (paged, shared).  [dim]\\[default: enough for all][/]",
+            rich_help_panel=RUNNING,
+        ),
+    ] = None,
+    block: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a block of it.  [dim]\\[default: 16][/]", rich_help_panel=RUNNING),
     ] = None,
     model: Model = DEFAULT_MODEL,
     device: Device = "auto",
@@ -201,9 +218,13 @@ def generate(
     $ minillm generate --chat "What is a tide?" "What is a delta?"
     $ minillm generate --file prompts.txt --temperature 0.8 --seed 1 > texts.txt
     $ minillm generate "1, 2, 3," --stop 10 --stage naive
+    $ minillm generate "A name:" --samples 4 --temperature 1 --stage shared
     """
+    from minillm.draws import fresh_seed
     from minillm.params import SamplingParams
 
+    if samples > 1 and seed is None:
+        seed = fresh_seed()  # the samples of a prompt share it, and differ by their number
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -221,16 +242,26 @@ def generate(
     texts = [*(prompts or []), *(read_prompts(file) if file is not None else [])]
     if not texts:
         raise InputError('there is no prompt; give one, as in `minillm generate "The sea is"`, or a --file')
-    limits = stage_limits(stage, max_running, budget, len(texts))
+    limits = stage_limits(
+        stage, len(texts) * samples, max_running=max_running, budget=budget, n_slots=kv_slots, block=block
+    )
     loader = Loader(model, device, dtype)
     requests = []
     for i, text in enumerate(texts, 1):
         try:
-            requests.append(loader.request(text, chat, params))
+            requests += [loader.request(text, chat, params, sample) for sample in range(samples)]
         except InputError as error:
             which = f'prompt {i} of {len(texts)} "{one_line(text, 40)}": ' if len(texts) > 1 else ""
             raise InputError(f"{which}{error}") from error
 
+    if "block" in known_limits(stage):  # before the weights are loaded
+        from minillm.slots import BlockSlots
+
+        longest = max(request.most_slots for request in requests)
+        slots = BlockSlots(limits["max_running"], longest, kv_slots, 16 if block is None else block)
+        for request in requests:
+            slots.check(request)
+    texts = [text for text in texts for _ in range(samples)]
     llama = loader.load()
     from minillm.stages import STAGES
 
@@ -275,20 +306,30 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
-def stage_limits(name: str, max_running: int | None, budget: int | None, n_prompts: int) -> dict[str, int]:
-    """The limits to hand to a stage. Raises InputError for an unknown stage, or a limit it does not know."""
+OPTIONS = {"max_running": "--max-running", "budget": "--budget", "n_slots": "--kv-slots", "block": "--block"}
+
+
+def known_limits(name: str) -> Collection[str]:
+    """Of a stage. Raises InputError if there is none of that name."""
     import inspect
 
     from minillm.stages import STAGES
 
     if name not in STAGES:
         raise InputError(f"stage {name!r} is not known; use one of {', '.join(STAGES)}")
-    known = inspect.signature(STAGES[name]).parameters
-    for option, given in (("max_running", max_running), ("budget", budget)):
-        if given is not None and option not in known:
-            raise InputError(f"stage {name!r} has no limit --{option.replace('_', '-')}; leave it out")
-    limits = {"max_running": min(max_running or MOST_RUNNING, n_prompts), "budget": budget or BUDGET}
-    return {option: limit for option, limit in limits.items() if option in known}
+    return inspect.signature(STAGES[name]).parameters
+
+
+def stage_limits(name: str, n_texts: int, **given: int | None) -> dict[str, int]:
+    """The limits to hand to a stage. Raises InputError for an unknown stage, or a limit it does not know."""
+    known = known_limits(name)
+    limits = {limit: value for limit, value in given.items() if value is not None}
+    for limit in limits:
+        if limit not in known:
+            raise InputError(f"stage {name!r} has no limit {OPTIONS[limit]}; leave it out")
+    limits = {"max_running": MOST_RUNNING, "budget": BUDGET} | limits
+    limits["max_running"] = min(limits["max_running"], n_texts)
+    return {limit: value for limit, value in limits.items() if limit in known}
 
 
 class Loader:
@@ -310,7 +351,7 @@ class Loader:
             self.config: Config = Config.from_folder(self.folder)
             self.tokenizer: Tokenizer = Tokenizer.from_pretrained(self.folder)
 
-    def request(self, text: str, chat: bool, params: "SamplingParams") -> "Request":
+    def request(self, text: str, chat: bool, params: "SamplingParams", sample: int = 0) -> "Request":
         """Raises InputError for a text that cannot be continued."""
         from minillm.request import make_request
 
@@ -321,7 +362,7 @@ class Loader:
         context = self.config.context
         if len(ids) > context:
             raise InputError(f"the prompt has {len(ids)} tokens, but the model's context is {context}; shorten it")
-        return make_request(ids, params, self.config, self.tokenizer, context)
+        return make_request(ids, params, self.config, self.tokenizer, context, sample_index=sample)
 
     def load(self) -> Any:
         from minillm.model import Llama
@@ -352,7 +393,7 @@ class Clock:
         line += f", the first after {self.first:.2f} s; ended by "
         ends = Counter(end_of(request) for request in requests)
         line += ", ".join(f"{end} ({n})" if len(ends) > 1 else end for end, n in ends.items())
-        if len(requests) == 1 and requests[0].params.temperature > 0:
+        if requests[0].params.temperature > 0 and len({request.seed for request in requests}) == 1:
             line += f"; seed {requests[0].seed}"
         return line
 

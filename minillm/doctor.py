@@ -4,6 +4,7 @@ Everything but the standard library and rich is imported only when it is known t
 """
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -45,6 +46,8 @@ OPTIONAL = {
     "pytest": "dev",
 }  # package: extra
 PYTHON = (3, 11)
+RESULTS = Path(__file__).parents[1] / "results"  # of a clone; an installed package has none
+BYTES = {"bfloat16": 2, "float32": 4}  # a number
 
 
 def examine(model: str) -> dict[str, Any]:
@@ -74,6 +77,7 @@ def examine(model: str) -> dict[str, Any]:
             advice.append((f"{other} multiplies faster here than {ours}, which `auto` takes", f"--dtype {other}"))
         if report["torch"]["cuda"] is None and shutil.which("nvidia-smi"):
             advice.append(("there is an NVIDIA GPU, but this torch is built without CUDA", "make run TORCH=cuda"))
+        report["lessons"] = lesson_seconds(RESULTS, cpu, ours)
     report["weights"] = examine_weights(model, loadable=not absent)
     if report["weights"]["error"]:
         missing.append((report["weights"]["error"], report["weights"].pop("mend")))
@@ -173,6 +177,32 @@ def copy_bytes() -> int:
     return min(max(4 * cache, 1 << 28), 1 << 30)
 
 
+# ---- the lessons
+
+
+def lesson_seconds(results: Path, here: dict[str, Any], dtype: str) -> dict[str, list[float]]:
+    """{lesson: [least, most] seconds on this machine}, from stored runs on another: empty where there are none.
+
+    Steps with few tokens take their time from memory, steps with many from arithmetic. So every lesson lies between
+    its stored time scaled by the one speed, and by the other. Both machines' speeds come from `measure`.
+    """
+    for path in sorted(results.glob("*.json")):
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))["sections"]["lessons"]
+            there, their_dtype = stored["speeds"], stored["dtype"]
+        except (KeyError, TypeError, ValueError, OSError):
+            continue
+        memory = there["copy_gb_s"] / here["copy_gb_s"] * BYTES[dtype] / BYTES[their_dtype]
+        arithmetic = there[f"{their_dtype}_gflop_s"] / here[f"{dtype}_gflop_s"]
+        low, high = sorted((memory, arithmetic))
+        return {
+            name: [round(run["seconds"] * low, 1), round(run["seconds"] * high, 1)]
+            for name, run in stored["seconds"].items()
+            if run["size"] == "default"
+        }
+    return {}
+
+
 # ---- weights
 
 
@@ -217,6 +247,12 @@ def check_folder(folder: Path) -> None:
 # ---- the page
 
 
+def minutes(lesson: tuple[str, list[float]]) -> str:
+    name, (least, most) = lesson
+    low, high = f"{least / 60:.1f}", f"{most / 60:.1f}"
+    return f"{name[:2]} {low}" + (f" to {high}" if high != low else "")
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -243,6 +279,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     extras = [f"{name} {found}" for name in OPTIONAL if (found := report["packages"][name])]
     absent = [f"{name} (minillm[{extra}])" for name, extra in OPTIONAL.items() if not report["packages"][name]]
     row("optional", ", ".join(extras) + ("; not here: " if extras and absent else "") + ", ".join(absent))
+    if lessons := report.get("lessons"):
+        row("lessons", f"minutes of machine time, estimated: {', '.join(map(minutes, lessons.items()))}")
     weights = report["weights"]
     row("weights", f"{weights['model']}: {'missing or broken' if weights['error'] else weights['folder']}")
     console.print(table)

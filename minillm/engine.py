@@ -1,25 +1,28 @@
 """The engine: schedule, run, sample, update. The public API: `generate`, `stream`, and `add` / `step` / `abort`."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from minillm.batch import pack
 from minillm.cache import KVPool
+from minillm.draws import fresh_seed
 from minillm.errors import InputError
 from minillm.kernels import backend as find_backend
 from minillm.model import Llama
 from minillm.packing import pack_weights
 from minillm.params import SamplingParams
+from minillm.policies import policy as find_policy
 from minillm.request import Event, Request, make_request
 from minillm.sampling import sample
 from minillm.scheduler import Scheduler
-from minillm.slots import RegionSlots
+from minillm.slots import RegionSlots, Slots
 from minillm.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+MOST_SAMPLES = 128  # of one prompt
 
 
 @dataclass
@@ -41,6 +44,9 @@ class Engine:
     budget       most new tokens in one step (m); at least max_running
     max_len      most positions stored for one request: longer prompts are refused, longer texts end with "length"
     backend      a name from `kernels.BACKENDS`
+    slots        how KV memory is given out: (max_running, max_len) to one of the kinds in `slots`, which says how much
+                 there is; `functools.partial(SharedSlots, n_slots=8192)`, for example
+    policy       who joins next: a name from `policies.POLICIES`
     """
 
     def __init__(
@@ -52,14 +58,17 @@ class Engine:
         budget: int = 512,
         max_len: int | None = None,
         backend: str = "gather",
+        slots: Callable[[int, int], Slots] = RegionSlots,
+        policy: str = "first-come",
     ):
         longest = model.config.context
-        self.max_len = min(longest, 2048) if max_len is None else max_len
-        if not 1 <= self.max_len <= longest:
-            raise InputError(f"max_len is {self.max_len}; it must be from 1 to the model's context, {longest}")
+        max_len = min(longest, 2048) if max_len is None else max_len
+        if not 1 <= max_len <= longest:
+            raise InputError(f"max_len is {max_len}; it must be from 1 to the model's context, {longest}")
         self.model, self.tokenizer = model, tokenizer
-        self.scheduler = Scheduler(RegionSlots(max_running, self.max_len), max_running, budget)
-        self.pool = KVPool(model, max_running * self.max_len, max_running, self.max_len)
+        self.scheduler = Scheduler(slots(max_running, max_len), max_running, budget, find_policy(policy))
+        self.max_len = self.scheduler.slots.capacity
+        self.pool = KVPool(model, self.scheduler.slots.n_slots, max_running, self.max_len)
         self.attend = find_backend(backend)
         self._requests: dict[int, Request] = {}  # unfinished ones
         self._inbox: list[Event] = []  # made while someone else's `generate` or `stream` was stepping
@@ -75,6 +84,8 @@ class Engine:
         budget: int = 512,
         max_len: int | None = None,
         backend: str = "gather",
+        slots: Callable[[int, int], Slots] = RegionSlots,
+        policy: str = "first-come",
     ) -> "Engine":
         """Model and tokenizer from one folder, or by a name that `minillm weights` knows."""
         from minillm.fetch import find
@@ -82,28 +93,49 @@ class Engine:
         folder = find(path_or_name)
         tokenizer = Tokenizer.from_pretrained(folder)
         model = pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
-        return cls(model, tokenizer, max_running=max_running, budget=budget, max_len=max_len, backend=backend)
+        return cls(
+            model,
+            tokenizer,
+            max_running=max_running,
+            budget=budget,
+            max_len=max_len,
+            backend=backend,
+            slots=slots,
+            policy=policy,
+        )
 
     @property
     def busy(self) -> bool:
         """Whether another `step` would bring anything."""
         return self.scheduler.busy or bool(self._inbox)
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Request:
         """Queues a prompt. Raises InputError, and queues nothing, for one that can never be served."""
-        params = params or SamplingParams()
-        request = make_request(prompt, params, self.model.config, self.tokenizer, self.max_len)
-        self.submit(request)
-        return request
+        return self.add_samples(prompt, params, 1, priority=priority)[0]
 
-    def submit(self, request: Request) -> None:
-        """Queues a request made by `make_request`."""
-        if request.most_slots > self.max_len:
-            raise InputError(f"the request may need {request.most_slots} slots, but there are {self.max_len} for each")
-        if request.id in self._requests or request.finish_reason is not None:
-            raise InputError(f"request {request.id} was submitted before; make a new one for each text")
-        self._requests[request.id] = request
-        self.scheduler.waiting.append(request)
+    def add_samples(
+        self, prompt: Prompt, params: SamplingParams | None = None, n: int = 1, *, priority: int = 0
+    ) -> list[Request]:
+        """Queues n samples of one prompt; the i-th draws what it would draw alone with `sample_index` i. Where memory
+        is shared, the prompt is computed once."""
+        requests = self._make(prompt, params or SamplingParams(), n, priority)
+        self.submit(*requests)
+        return requests
+
+    def submit(self, *requests: Request) -> None:
+        """Queues a request made by `make_request`, or several that are samples of the same prompt."""
+        for request in requests:
+            self.scheduler.slots.check(request)
+            if request.id in self._requests or request.finish_reason is not None:
+                raise InputError(f"request {request.id} was submitted before; make a new one for each text")
+        self._requests |= {request.id: request for request in requests}
+        together = self.scheduler.max_running if self.scheduler.slots.shares else 1
+        for i in range(0, len(requests), together):
+            leader, *others = requests[i : i + together]
+            leader.samples = others
+            for other in others:
+                other.leader = leader
+            self.scheduler.waiting.add(leader)
 
     def step(self) -> list[Event]:
         """One forward pass over whatever the scheduler chose; an event for each token sampled.
@@ -138,12 +170,12 @@ class Engine:
         return self._run(self._make_all(prompts, params))
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, n: int = 1
     ) -> list[Output]:
-        """Finished texts, in the order of the prompts. `params` is one for all, or one for each."""
-        requests = self._make_all(prompts, params)
-        outputs = {request: Output(request.prompt) for request in requests}
-        for event in self._run(requests):
+        """Finished texts, in the order of the prompts, n for each. `params` is one for all, or one for each."""
+        groups = self._make_all(prompts, params, n)
+        outputs = {request: Output(request.prompt) for group in groups for request in group}
+        for event in self._run(groups):
             output = outputs[event.request]
             output.text += event.text
             output.finish_reason = event.finish_reason
@@ -153,9 +185,21 @@ class Engine:
                 output.logprobs.append(event.logprobs)
         return list(outputs.values())
 
+    def _make(self, prompt: Prompt, params: SamplingParams, n: int, priority: int = 0) -> list[Request]:
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_SAMPLES:
+            raise InputError(f"n is {n!r}; it must be a whole number from 1 to {MOST_SAMPLES}")
+        if params.seed is None:
+            params = replace(params, seed=fresh_seed())  # one for all n: they differ by their index
+        return [
+            make_request(
+                prompt, params, self.model.config, self.tokenizer, self.max_len, sample_index=i, priority=priority
+            )
+            for i in range(n)
+        ]
+
     def _make_all(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, n: int = 1
+    ) -> list[list[Request]]:
         """All or none: every prompt is checked before the first is queued."""
         if isinstance(prompts, str):
             raise InputError("prompts is one string; pass a list of prompts")
@@ -163,17 +207,14 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InputError(f"there are {len(prompts)} prompts, but {len(params)} sampling params")
-        return [
-            make_request(prompt, p, self.model.config, self.tokenizer, self.max_len)
-            for prompt, p in zip(prompts, params, strict=True)
-        ]
+        return [self._make(prompt, p, n) for prompt, p in zip(prompts, params, strict=True)]
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[Event]:
+    def _run(self, groups: Sequence[Sequence[Request]]) -> Iterator[Event]:
         """Steps until these have ended and all their events were read; others' events wait in the inbox."""
-        mine = set(requests)
+        mine = {request for group in groups for request in group}
         try:
-            for request in requests:
-                self.submit(request)
+            for group in groups:
+                self.submit(*group)
             while any(r.finish_reason is None for r in mine) or any(e.request in mine for e in self._inbox):
                 events = self.step()
                 self._inbox += [event for event in events if event.request not in mine]

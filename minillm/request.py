@@ -61,6 +61,7 @@ class Request:
     decoder: Decoder | None = None
     arrival: float = 0.0  # seconds after the run began
     sample_index: int = 0  # which of several samples of one prompt
+    priority: int = 0  # 0 to 9, the most urgent; only a policy that asks for it looks at it
 
     def __post_init__(self) -> None:
         self.id = next(_ids)
@@ -68,6 +69,13 @@ class Request:
         self.computed = 0  # 0 <= computed < len(tokens) until finished
         self.row: int | None = None  # of the slot table, while it runs
         self.slots: Sequence[int] = ()  # slot of each position reserved so far
+        self.blocks: list[int] = []  # the same in blocks, where there are any
+        self.entered = 0  # positions whose slots the pool's table knows
+        self.moves: list[tuple[int, int]] = []  # what is to be copied before the next step: from slot, to slot
+        self.turn = (0.0, 0)  # given in the queue: the smallest is served first; of equal ones, who arrived first
+        self.preemptions = 0  # times it lost its memory and had to begin again
+        self.leader: Request | None = None  # whose prompt it waits for, as another sample of it
+        self.samples: list[Request] = []  # who waits for this one's
         self.finish_reason: str | None = None
         self._held = ""  # text that may yet turn out to begin a stop string
 
@@ -145,6 +153,8 @@ def make_request(
     tokenizer: TextCodec | None,
     max_len: int,
     arrival: float = 0.0,
+    sample_index: int = 0,
+    priority: int = 0,
 ) -> Request:
     """The door: everything about a request is checked here, and nowhere below. Raises InputError.
 
@@ -166,6 +176,8 @@ def make_request(
     _check_ids("logit_bias", params.logit_bias, config.vocab_size)
     if params.stop and tokenizer is None:
         raise InputError("stop strings were given, but no tokenizer; pass stop_token_ids")
+    if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= 9:
+        raise InputError(f"priority is {priority!r}; it must be a whole number from 0 to 9, the most urgent")
     if len(ids) > max_len:
         raise InputError(
             f"the prompt has {len(ids)} tokens, but there is room for {max_len}; shorten it or raise max_len"
@@ -178,6 +190,8 @@ def make_request(
         stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos)),
         decoder=tokenizer.decoder() if tokenizer else None,
         arrival=arrival,
+        sample_index=sample_index,
+        priority=priority,
     )
 
 

@@ -4,6 +4,8 @@ ways to spoil memory that nobody may read, and the oracle `solo`."""
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from conftest import TINY
@@ -15,6 +17,8 @@ from minillm.cache import CachedAttend, KVPool
 from minillm.engine import Engine
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, make_request
+from minillm.scheduler import Plan, Scheduler
+from minillm.slots import BlockSlots, RegionSlots, SharedSlots, Slots
 from minillm.stages import naive
 
 NAN = float("nan")
@@ -67,8 +71,8 @@ class Watched:
     Places of a rectangle that are not computed yet get 1e4 (a mask hides any number), free slots of a pool NaN.
     """
 
-    def __init__(self, model: object):
-        self.model = model
+    def __init__(self, model: object, pools: bool = True):
+        self.model, self.pools = model, pools  # whether pools are spoiled too: not where others' blocks may be found
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self.rows: list[Tensor] = []  # [V] each, in the order of the events
 
@@ -79,7 +83,7 @@ class Watched:
             free = torch.arange(cache.k.shape[-2]) >= starts[:, None]  # [B, S]
             free = free.reshape(cache.k.shape[2:-1])  # [B, S] or [S]
             cache.k[:, :, free] = cache.v[:, :, free] = 1e4
-        elif hasattr(attend, "pool"):
+        elif self.pools and hasattr(attend, "pool"):
             spoil(attend.pool, computed(attend.pool, attend.batch))
         return self.model(tokens, positions, attend)
 
@@ -94,19 +98,147 @@ def computed(pool: KVPool, batch: Batch) -> list[int]:
     return [slot for chunk in batch.chunks for slot in pool.table[chunk.row, : chunk.start].tolist()]
 
 
-def spoil(pool: KVPool, keep: Sequence[int]) -> None:
-    """NaN in every slot but these."""
+def spoil(pool: KVPool, keep: Sequence[int], poison: float = NAN) -> None:
+    """NaN, or another number, in every slot but these."""
     free = torch.ones(pool.k.shape[2], dtype=torch.bool)
     free[torch.tensor(keep, dtype=torch.int64)] = False
-    pool.k[:, :, free] = pool.v[:, :, free] = NAN
+    pool.k[:, :, free] = pool.v[:, :, free] = poison
 
 
 class PoisonedEngine(Engine):
-    """Before each step, whatever no running request has computed is NaN."""
+    """Before each step, whatever no running request has computed, and nobody can find, is `poison`."""
+
+    poison = NAN
 
     def step(self) -> list[Event]:
-        spoil(self.pool, [slot for r in self.scheduler.running for slot in r.slots[: r.computed]])
+        spoil(self.pool, living(self.scheduler), self.poison)
         return super().step()
+
+
+class CheckedEngine(PoisonedEngine):
+    """Checks all that the scheduler, the slots and the table must keep: between two steps, as soon as a step is
+    planned, and when it is packed."""
+
+    def __init__(self, *args: Any, **limits: Any):
+        super().__init__(*args, **limits)
+        schedule, attend = self.scheduler.schedule, self.attend
+
+        def checked_schedule() -> Plan:
+            plan = schedule()
+            check_invariants(self.scheduler, plan)
+            assert plan or not self.scheduler.busy, "it hangs"
+            return plan
+
+        def checked_attend(pool: KVPool, batch: Batch) -> Attend:
+            check_table(pool, self.scheduler, batch)
+            return attend(pool, batch)
+
+        self.scheduler.schedule = checked_schedule  # type: ignore[method-assign]
+        self.attend = checked_attend
+
+    def step(self) -> list[Event]:
+        check_invariants(self.scheduler)
+        events = super().step()
+        check_invariants(self.scheduler)
+        check_table(self.pool, self.scheduler)
+        return events
+
+
+# ---- slots
+
+Kind = Callable[[int, int], Slots]  # (max_running, max_len) -> slots, as `Engine` takes them
+
+KINDS: dict[str, Kind] = {  # with room for all, in blocks that divide nothing in particular
+    "regions": RegionSlots,
+    "blocks": partial(BlockSlots, size=3),
+    "shared": partial(SharedSlots, size=3),
+}
+
+
+def living(scheduler: Scheduler) -> list[int]:
+    """The slots that a later step may read: what a running request has computed, and what can be found."""
+    slots = scheduler.slots
+    keep = [slot for request in scheduler.running for slot in request.slots[: request.computed]]
+    if isinstance(slots, SharedSlots):
+        keep += [block * slots.size + i for block in slots.entry_of for i in range(slots.size)]
+    return keep
+
+
+def check_invariants(scheduler: Scheduler, plan: Plan = ()) -> None:
+    """What holds between two steps; and with a plan, what holds as soon as it is made."""
+    counts = dict(plan)
+    running, slots = scheduler.running, scheduler.slots
+    # the plan: within the budget, nobody twice, nobody for nothing, nobody who does not run
+    assert len(counts) == len(plan) <= scheduler.max_running and sum(counts.values()) <= scheduler.budget
+    assert all(request in running and 0 < n <= request.pending for request, n in plan)
+    # rows: one for each who runs, and one kept for each sample of its prompt
+    rows = [request.row for request in running]
+    assert sorted([*slots.free_rows, *rows]) == list(range(len(rows) + len(slots.free_rows)))
+    assert sum(1 + len(request.samples) for request in running) <= scheduler.max_running
+    for request in running:
+        kv_len = request.computed + counts.get(request, 0)
+        assert request.finish_reason is None and 0 <= request.computed < len(request.tokens)
+        assert kv_len <= len(request.slots) and request.computed <= request.most_slots <= slots.capacity
+        assert request not in scheduler.waiting and request.leader is None
+        assert all(to in request.slots for _, to in request.moves) and (plan or not request.moves)
+    for request in scheduler.waiting:
+        assert request.finish_reason is None and request.leader is None
+        assert_holds_nothing(request)
+    for leader in (*running, *scheduler.waiting):
+        for request in leader.samples:
+            assert request.leader is leader and request.finish_reason is None and request.tokens == leader.prompt
+            assert request not in scheduler.waiting and request not in running
+            assert_holds_nothing(request)
+    if isinstance(slots, BlockSlots):
+        check_blocks(slots, running, counts)
+    else:
+        held = [slot for request in running for slot in request.slots]
+        assert len(held) == len(set(held)) and all(0 <= slot < slots.n_slots for slot in held)
+
+
+def assert_holds_nothing(request: Request) -> None:
+    assert request.row is None and not request.blocks and not list(request.slots) and request.computed == 0
+    assert not request.moves and request.entered == 0
+
+
+def check_blocks(slots: BlockSlots, running: Sequence[Request], counts: Mapping[Request, int]) -> None:
+    total, size = slots.n_slots // slots.size, slots.size
+    tables = [block for request in running for block in request.blocks]
+    referenced = set(tables)
+    assert len(slots.free) + len(referenced) == total and not referenced & set(slots.free)
+    assert all(0 <= block < total for block in (*referenced, *slots.free))
+    assert set(slots.holders) == set(running)
+    shared = isinstance(slots, SharedSlots)
+    assert shared or len(tables) == len(referenced)
+    for request in running:
+        kv_len = request.computed + counts.get(request, 0)
+        # kv_len counts the tokens whose K and V are stored when the step is over: not the one sampled after it
+        assert len(request.blocks) == -(-kv_len // size) == len(set(request.blocks))
+        assert list(request.slots) == [block * size + i for block in request.blocks for i in range(size)]
+        written = {position // size for position in range(request.computed, kv_len)}
+        assert all(tables.count(request.blocks[i]) == 1 for i in written), "a block that is written has other owners"
+    if not shared:
+        return
+    assert slots.owners == [tables.count(block) for block in range(total)]
+    assert {entry.key: entry for entry in slots.entry_of.values()} == slots.index
+    assert all(entry.block == block for block, entry in slots.entry_of.items())
+    assert set(slots.chains) == set(running)
+    assert 0 <= slots.found <= slots.asked
+    for request in running:
+        chain = slots.chains[request]
+        assert len(chain) == request.computed // size
+        for i, entry in enumerate(chain):
+            assert list(entry.tokens) == request.tokens[i * size : (i + 1) * size]
+            assert entry.parent is (chain[i - 1] if i else None)
+            assert request.blocks[i] not in slots.entry_of or slots.entry_of[request.blocks[i]] is entry
+
+
+def check_table(pool: KVPool, scheduler: Scheduler, batch: Batch | None = None) -> None:
+    """The table says what the requests' slots say, as far as it was told; in a step, of all that the step reads."""
+    read = {chunk.row: chunk.kv_len for chunk in batch.chunks} if batch else {}
+    for request in scheduler.running:
+        assert request.row is not None and request.entered >= read.get(request.row, 0)
+        assert pool.table[request.row, : request.entered].tolist() == list(request.slots[: request.entered])
 
 
 # ---- text
@@ -157,9 +289,11 @@ def texts(events: Iterable[Event], requests: Sequence[Request]) -> list[Text]:
     return list(made.values())
 
 
-def solo(model: object, prompt: Sequence[int], params: SamplingParams, max_len: int = 256) -> Text:
+def solo(
+    model: object, prompt: Sequence[int], params: SamplingParams, max_len: int = 256, sample_index: int = 0
+) -> Text:
     """The oracle: this request alone, by the naive stage, which keeps nothing between two tokens."""
-    request = make_request(prompt, params, model.config, None, max_len)
+    request = make_request(prompt, params, model.config, None, max_len, sample_index=sample_index)
     return texts(naive.generate(model, [request]), [request])[0]
 
 
@@ -175,5 +309,11 @@ def run_out(engine: Engine) -> list[Event]:
 def assert_drained(engine: Engine) -> None:
     scheduler = engine.scheduler
     assert not engine.busy and not scheduler.waiting and not scheduler.running
-    assert sorted(scheduler.slots.free_rows) == list(range(scheduler.max_running))
+    slots = scheduler.slots
+    assert sorted(slots.free_rows) == list(range(scheduler.max_running))
+    if isinstance(slots, BlockSlots):
+        assert sorted(slots.free) == list(range(slots.n_slots // slots.size)) and not slots.holders
+    if isinstance(slots, SharedSlots):
+        assert not any(slots.owners) and not slots.chains
+        assert {entry.key: entry for entry in slots.entry_of.values()} == slots.index
     assert not engine._requests and not engine._inbox

@@ -195,6 +195,12 @@ def test_help_needs_no_manual() -> None:
         (["hi", "--repetition-penalty", "0"], ["repetition_penalty is 0.0"]),
         (["hi", "--stage", "quick"], ["stage 'quick'", "naive", "continuous"]),
         (["hi", "--stage", "naive", "--budget", "8"], ["'naive'", "--budget"]),
+        (["hi", "--stage", "padded", "--block", "8"], ["'padded'", "--block"]),
+        (["hi", "--stage", "continuous", "--kv-slots", "8"], ["'continuous'", "--kv-slots"]),
+        (["hi", "--stage", "paged", "--kv-slots", "30"], ["30 KV slots", "16 or 32"]),
+        (["hi", "--stage", "paged", "--block", "0"], ["block size is 0"]),
+        (["hi", "--stage", "shared", "--kv-slots", "16"], ["256 KV slots", "there are 16"]),
+        (["hi", "--samples", "0"], ["--samples"]),
         (["hi", "--max-running", "0"], ["--max-running"]),
         (["hi", "--device", "tpu"], ["device 'tpu'", "cpu"]),
         (["hi", "--dtype", "int8"], ["dtype 'int8'", "float32"]),
@@ -326,6 +332,22 @@ def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
     fresh = draw()
     seed = re.search(r"seed (\d+)", fresh.stderr)
     assert seed and draw("--seed", seed[1]).stdout == fresh.stdout  # a new seed is told, so that it can be repeated
+
+
+@pytest.mark.parametrize("stage", ["continuous", "paged", "shared"])
+def test_samples_of_a_prompt_differ_and_come_again_with_the_seed_that_is_told(folder: Path, stage: str) -> None:
+    def draw(*more: object) -> Result:
+        options = ("--samples", 3, "--temperature", 2.0, "--max-tokens", 20, "--stage", stage)
+        return run("generate", "Once", "Twice", *tiny_args(folder, *options, *more))
+
+    first = draw()
+    made = re.findall(r"^=== (\d) of 6: (Once|Twice)\n(.*?)\n\n(?==== |\Z)", first.stdout, flags=re.M | re.S)
+    assert [(number, prompt) for number, prompt, _ in made] == [
+        (str(i + 1), "Once" if i < 3 else "Twice") for i in range(6)
+    ]
+    assert len({text for _, _, text in made}) == 6
+    seed = re.search(r"seed (\d+)", first.stderr)
+    assert seed and draw("--seed", seed[1]).stdout == first.stdout
 
 
 def test_a_full_context_is_said(folder: Path) -> None:
@@ -712,6 +734,22 @@ def test_doctor_says_what_is_missing_and_what_mends_it(
     result = run("doctor")
     assert result.exit_code == 1 and "missing: packages: torch, gguf" in result.stdout
     assert "run  make run" in result.stdout
+
+
+def test_doctor_estimates_the_lessons_between_the_ratios_of_the_two_speeds(tmp_path: Path) -> None:
+    """Half the bandwidth and a tenth of the arithmetic: from 2 to 10 times as long; in float32 twice the bytes."""
+    there = {"copy_gb_s": 40.0, "bfloat16_gflop_s": 1000, "float32_gflop_s": 300}
+    here = {"copy_gb_s": 20.0, "bfloat16_gflop_s": 100, "float32_gflop_s": 500}
+    seconds = {"00_tour": {"size": "default", "seconds": 30.0}, "01_x": {"size": "ci", "seconds": 5.0}}
+    lessons = {"speeds": there, "dtype": "bfloat16", "seconds": seconds}
+    assert doctor.lesson_seconds(tmp_path, here, "bfloat16") == {}
+    (tmp_path / "a.json").write_text("not JSON")
+    (tmp_path / "b.json").write_text(json.dumps({"sections": {"lessons": {"seconds": seconds}}}))  # no speeds
+    (tmp_path / "c.json").write_text(json.dumps({"sections": {"lessons": lessons}}))
+    assert doctor.lesson_seconds(tmp_path, here, "bfloat16") == {"00_tour": [60.0, 300.0]}
+    assert doctor.lesson_seconds(tmp_path, here, "float32") == {"00_tour": [60.0, 120.0]}
+    assert doctor.minutes(("00_tour", [60.0, 300.0])) == "00 1.0 to 5.0"
+    assert doctor.minutes(("00_tour", [60.0, 61.0])) == "00 1.0"
 
 
 def test_doctor_knows_all_dependencies() -> None:

@@ -466,7 +466,7 @@ def test_the_same_prompt_may_be_added_twice_but_one_request_only_once() -> None:
 def test_a_request_made_for_more_room_than_there_is_is_refused() -> None:
     model = follow(COUNT)
     engine = an_engine(model, max_len=8)
-    with pytest.raises(InputError, match="may need 12 slots, but there are 8 for each"):
+    with pytest.raises(InputError, match="may need 12 KV slots, but there are 8 for each"):
         engine.submit(make_request([10] * 3, SamplingParams(max_tokens=10), model.config, None, 64))
     assert_drained(engine)
 

@@ -1,116 +1,195 @@
-"""The scheduler and the slots, without a model: what every step must keep, under random additions and aborts."""
+"""The scheduler and the slots, without a model: what every step must keep, under random additions and aborts, with
+memory that remembers what was written into it."""
 
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from script import EOS
+from script import EOS, KINDS, Kind, check_invariants, living
 
+from minillm import policies
 from minillm.errors import InputError
 from minillm.params import SamplingParams
+from minillm.policies import PATIENCE, POLICIES, Policy, first_come
 from minillm.request import Event, Request, make_request
 from minillm.scheduler import Plan, Scheduler
-from minillm.slots import RegionSlots
+from minillm.slots import BlockSlots, RegionSlots, SharedSlots
 
 MAX_LEN = 24
+
+for_all_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+class Memory:
+    """What `pack` and the model do to KV memory: a slot holds the whole text up to the token whose K and V it has."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[int, ...]] = {}
+
+    def step(self, plan: Plan) -> None:
+        moves = [move for request, _ in plan for move in request.moves]
+        assert len({to for _, to in moves}) == len(moves)
+        self.written |= {to: self.written[at] for at, to in moves}  # all are read before the first is written
+        new = {}
+        for request, n in plan:
+            request.moves = []
+            text = tuple(request.tokens)
+            for position in range(request.computed):
+                assert self.written[request.slots[position]] == text[: position + 1], "another text's K and V"
+            for position in range(request.computed, request.computed + n):
+                assert request.slots[position] not in new, "two write into one slot"
+                new[request.slots[position]] = text[: position + 1]
+        self.written |= new
+
+    def forget(self, keep: Sequence[int]) -> None:
+        self.written = {slot: text for slot, text in self.written.items() if slot in set(keep)}
 
 
 class Driver:
     """A scheduler that is asked for step after step; every invariant is checked at every step."""
 
-    def __init__(self, max_running: int, budget: int, max_len: int = MAX_LEN, spare: int = 0):
-        self.max_running, self.budget, self.max_len = max_running, budget, max_len
+    def __init__(
+        self,
+        max_running: int,
+        budget: int,
+        max_len: int = MAX_LEN,
+        spare: int = 0,
+        kind: Kind = RegionSlots,
+        policy: Policy = first_come,
+        patience: int = PATIENCE,
+    ):
+        self.max_running, self.budget, self.patience = max_running, budget, patience
         self.rows = max_running + spare
-        self.slots = RegionSlots(self.rows, max_len)
-        self.scheduler = Scheduler(self.slots, max_running, budget)
+        self.slots = kind(self.rows, max_len)
+        self.max_len = self.slots.capacity
+        self.scheduler = Scheduler(self.slots, max_running, budget, policy)
+        self.memory = Memory()
         self.added: list[Request] = []
-        self.admitted: list[Request] = []
+        self.arrived: list[Request] = []  # the same without those who wait for another's prompt
+        self.admitted: list[Request] = []  # in the order of their first step
         self.events: list[Event] = []
         self.steps = 0
 
-    def add(self, prompt: int, **params: Any) -> Request:
-        request = make_request([3] * prompt, SamplingParams(**params), TINY, None, self.max_len)
-        self.scheduler.waiting.append(request)
-        self.added.append(request)
-        return request
+    def add(self, prompt: int | list[int], n: int = 1, **params: Any) -> Request:
+        """A prompt, or one of that many tokens that begins like no other; n samples of it where memory is shared."""
+        if isinstance(prompt, int):
+            prompt = [10 + len(self.added) % 50] * prompt
+        requests = [
+            make_request(prompt, SamplingParams(**params), TINY, None, self.max_len, sample_index=i) for i in range(n)
+        ]
+        leader, *leader.samples = requests
+        for other in leader.samples:
+            other.leader = leader
+        with patch.object(policies, "PATIENCE", self.patience):
+            self.scheduler.waiting.add(leader)
+        self.added += requests
+        self.arrived.append(leader)
+        return leader
 
     def abort(self, request: Request) -> Event | None:
         was_over = request.finish_reason is not None
+        heirs = list(request.samples)
         event = self.scheduler.abort(request)
         assert (event is None) == was_over
         if event is not None:
             assert (event.token, event.finish_reason) == (None, "abort")
             self.events.append(event)
+            if heirs:  # the first of those who waited for its prompt stands where it stood
+                self.arrived[self.arrived.index(request)] = heirs[0]
+                self.admitted = [heirs[0] if one is request else one for one in self.admitted]
         self.check_rest()
         return event
 
-    def step(self, token: int = 4) -> Plan:
+    def step(self, token: int | None = None) -> Plan:
+        """A step in which this token is sampled for everyone, or one that depends on the request alone."""
         scheduler = self.scheduler
         before = list(scheduler.running)
         decoding = [r for r in before if r.pending == 1]
+        sent_away = {request: request.preemptions for request in self.added}
+        short = self.blocks_short(before)
+        self.memory.forget(living(scheduler))
         plan = scheduler.schedule()
         self.steps += 1
-        self.check_plan(plan, before, decoding)
-        sampled = {request: (token, None) for request, n in plan if n == request.pending}
+        gone = {request for request in self.added if request.preemptions > sent_away[request]}
+        if len(decoding) == len(before) and not isinstance(self.slots, SharedSlots):
+            assert bool(gone) == (short > 0), "sent away for nothing"
+        self.check_plan(plan, before, decoding, gone)
+        self.memory.step(plan)
+        done = [one for request, n in plan if n == request.pending for one in (request, *request.samples)]
+        sampled = {one: (4 + one.sample_index % 2 if token is None else token, None) for one in done}
         lengths = {request: len(request.tokens) for request in self.added}
         events = scheduler.update(plan, sampled)
         self.events += events
-        assert [event.request for event in events] == list(sampled)
+        assert [event.request for event in events] == done
         for request in self.added:  # nobody gains a token in a step that did not complete its tokens
             assert len(request.tokens) == lengths[request] + (request in sampled)
         self.check_rest()
         return plan
 
-    def check_plan(self, plan: Plan, before: list[Request], decoding: list[Request]) -> None:
+    def blocks_short(self, running: Sequence[Request]) -> int:
+        """By how many blocks the next token of each who runs is more than there are."""
+        if not isinstance(self.slots, BlockSlots):
+            return 0
+        size = self.slots.size
+        return sum(-(-(r.computed + 1) // size) - len(r.blocks) for r in running) - len(self.slots.free)
+
+    def check_plan(self, plan: Plan, before: list[Request], decoding: list[Request], gone: set[Request]) -> None:
         counts = dict(plan)
         scheduler = self.scheduler
-        assert len(counts) == len(plan) <= self.max_running
-        assert all(0 < n <= request.pending for request, n in plan)
-        assert sum(counts.values()) <= self.budget
-        assert len(scheduler.running) <= self.max_running
-        assert all(0 <= r.computed < len(r.tokens) and r.finish_reason is None for r in scheduler.running)
+        check_invariants(scheduler, plan)
+        assert plan or not scheduler.busy, "it hangs"
+        stayed = [request for request in before if request not in gone]
+        assert bool(stayed) == bool(before) or counts, "the oldest goes on"
         # every decode gets its token, and of the prompts half computed at least the first goes on
-        assert all(counts.get(request) == 1 for request in decoding)
-        prefilling = [request for request in before if request not in decoding]
+        assert all(counts.get(request) == 1 for request in decoding if request in stayed)
+        prefilling = [request for request in stayed if request not in decoding]
         assert not prefilling or prefilling[0] in counts
-        # whoever was running comes before newcomers, who are admitted in the order of their arrival
-        newcomers = scheduler.running[len(before) :]
-        assert (
-            scheduler.running[: len(before)] == before
-            and [r for r, _ in plan][len(plan) - len(newcomers) :] == newcomers
-        )
-        self.admitted += newcomers
-        assert self.admitted == [request for request in self.added if request in self.admitted]
+        # whoever was running comes before newcomers, who are admitted in the order of their turn
+        newcomers = scheduler.running[len(stayed) :]
+        assert scheduler.running[: len(stayed)] == stayed
+        assert [r for r, _ in plan][len(plan) - len(newcomers) :] == newcomers
+        self.admitted += [request for request in newcomers if request not in self.admitted]
+        numbers = {request: i for i, request in enumerate(self.arrived)}
+        for request in newcomers:
+            assert all(numbers[request] < numbers[passed] + self.patience for passed in scheduler.waiting)
+        # who is sent away is newer than all who stay
+        assert all(out.turn >= request.turn for out in gone for request in stayed)
         # nothing is left undone while there is budget
         if sum(counts.values()) < self.budget:
             assert all(counts.get(request) == request.pending for request in scheduler.running)
-            assert not scheduler.waiting or len(scheduler.running) == self.max_running
-        # each holds places for what it has and what it gets, and nobody else's
-        for request in scheduler.running:
-            assert len(request.slots) == request.computed + counts.get(request, 0) <= request.most_slots
-        held = [slot for request in scheduler.running for slot in request.slots]
-        assert len(held) == len(set(held)) and all(0 <= slot < self.rows * self.max_len for slot in held)
+            if scheduler.waiting:
+                first = scheduler.waiting.first()
+                places = self.max_running - sum(1 + len(request.samples) for request in scheduler.running)
+                assert 1 + len(first.samples) > places or not self.slots.can_reserve(first, 1)
+        # each holds places for what it has and what it gets
+        if isinstance(self.slots, RegionSlots):
+            for request in scheduler.running:
+                assert len(request.slots) == request.computed + counts.get(request, 0) <= request.most_slots
 
     def check_rest(self) -> None:
         """Between two steps."""
         scheduler = self.scheduler
-        rows = [request.row for request in scheduler.running]
-        assert sorted([*self.slots.free_rows, *rows]) == list(range(self.rows))
+        check_invariants(scheduler)
         for request in self.added:
             if request in scheduler.running:
-                assert request.finish_reason is None and request.computed == len(request.slots) < len(request.tokens)
+                assert request.finish_reason is None
             else:
                 assert request.row is None and list(request.slots) == []
-                assert (request in scheduler.waiting) == (request.finish_reason is None)
+                here = request in scheduler.waiting or (request.leader is not None and request in request.leader.samples)
+                assert here == (request.finish_reason is None)
 
     def run_out(self) -> None:
         """Until nothing is left: within as many steps as there are chunks if each step did only one."""
         most = self.steps + sum(-(-len(r.prompt) // self.budget) + r.limit for r in self.added)
+        growth = sum(r.most_slots for r in self.added)  # who is sent away gives way to an older one's new block
         while self.scheduler.busy:
             self.step()
-            assert self.steps <= most, "it hangs"
+            again = sum(r.preemptions * (1 + -(-r.most_slots // self.budget)) for r in self.added)
+            assert self.steps <= most + again and self.scheduler.preemptions <= growth, "it hangs"
         assert self.scheduler.schedule() == []
         assert sorted(self.slots.free_rows) == list(range(self.rows))
         for request in self.added:
@@ -120,27 +199,73 @@ class Driver:
 
 
 PROMPT = st.one_of(st.integers(1, 3), st.integers(1, MAX_LEN))
-ADD = st.tuples(st.just("add"), PROMPT, st.integers(1, 6))
+BEGINNINGS = ([3] * MAX_LEN, [5, 6, 7] * 8, [5, 6, 7, 8] * 6)  # prompts that begin alike, for a while
+ADD = st.tuples(st.just("add"), st.sampled_from(BEGINNINGS), PROMPT, st.integers(1, 6), st.integers(1, 4))
 ABORT = st.tuples(st.just("abort"), st.integers(0, 30))
 STEP = st.tuples(st.just("step"))
 
 
-@settings(max_examples=200)
+@st.composite
+def kinds(draw: st.DrawFn) -> Kind:
+    """Any kind of slots, of any size: from room for one short text to room for all."""
+    kind = draw(st.sampled_from([RegionSlots, BlockSlots, BlockSlots, SharedSlots, SharedSlots]))
+    if kind is RegionSlots:
+        return RegionSlots
+    size = draw(st.sampled_from([1, 2, 3, 4, 16]))
+    n_blocks = draw(st.one_of(st.none(), st.integers(1, 12)))
+    return lambda max_running, max_len: kind(max_running, max_len, n_blocks and n_blocks * size, size)
+
+
+@settings(max_examples=300)
 @given(
-    st.integers(1, 5), st.integers(0, 12), st.integers(0, 2), st.lists(st.one_of(ADD, ABORT, STEP, STEP), max_size=40)
+    st.integers(1, 5),
+    st.integers(0, 12),
+    st.integers(0, 2),
+    kinds(),
+    st.sampled_from(list(POLICIES.values())),
+    st.sampled_from([1, 3, PATIENCE]),
+    st.lists(st.one_of(ADD, ABORT, STEP, STEP), max_size=40),
 )
-def test_what_every_step_keeps(max_running: int, more: int, spare: int, actions: list[tuple[Any, ...]]) -> None:
-    """vllm#35541, NVIDIA/TensorRT-LLM#13318, xLLM-AI/xllm#828: overshoot, leaks and hangs under load."""
-    driver = Driver(max_running, max_running + more, spare=spare)
+def test_what_every_step_keeps(
+    max_running: int, more: int, spare: int, kind: Kind, policy: Policy, patience: int, actions: list[tuple[Any, ...]]
+) -> None:
+    """vllm#35541, NVIDIA/TensorRT-LLM#13318, xLLM-AI/xllm#828, nano#163, nano#207, vllm#7822, vllm#16832: overshoot,
+    leaks and hangs under load, and blocks read that hold another text."""
+    driver = Driver(max_running, max_running + more, spare=spare, kind=kind, policy=policy, patience=patience)
     for action in actions:
         match action:
-            case ("add", prompt, max_tokens):
-                driver.add(prompt, max_tokens=max_tokens)
+            case ("add", beginning, length, max_tokens, n):
+                n = min(n, max_running) if driver.slots.shares else 1
+                driver.add(beginning[: min(length, driver.max_len)], n=n, max_tokens=max_tokens)
             case ("abort", i) if driver.added:
                 driver.abort(driver.added[i % len(driver.added)])
             case ("step",):
                 driver.step()
     driver.run_out()
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(1, 5), st.integers(0, 12), st.lists(st.one_of(ADD, ABORT, STEP, STEP), max_size=40), st.integers(1, 5)
+)
+def test_with_room_for_all_the_kinds_of_slots_make_the_same_plans(
+    max_running: int, more: int, actions: list[tuple[Any, ...]], size: int
+) -> None:
+    """Blocks change who has memory, and nothing else; sharing too, where no two prompts begin alike."""
+    kinds = (RegionSlots, lambda n, m: BlockSlots(n, m, size=size), lambda n, m: SharedSlots(n, m, size=size))
+    drivers = [Driver(max_running, max_running + more, kind=kind) for kind in kinds]
+    for action in [*actions, *[("step",)] * 40]:
+        plans = []
+        for driver in drivers:
+            match action:
+                case ("add", _, length, max_tokens, _):
+                    driver.add(length, max_tokens=max_tokens)
+                case ("abort", i) if driver.added:
+                    driver.abort(driver.added[i % len(driver.added)])
+                case ("step",):
+                    plans.append([(driver.added.index(request), n) for request, n in driver.step()])
+        assert all(plan == plans[0] for plan in plans)
+    assert not any(driver.scheduler.preemptions for driver in drivers)
 
 
 @pytest.mark.parametrize("max_running, budget", [(0, 5), (-1, 5), (4, 3), (1, 0), (8, -1)])
@@ -150,26 +275,29 @@ def test_a_configuration_that_could_starve_someone_is_refused(max_running: int, 
         Scheduler(RegionSlots(max(max_running, 1), 8), max_running, budget)
 
 
-def test_no_more_run_than_were_asked_for() -> None:
+@for_all_kinds
+def test_no_more_run_than_were_asked_for(kind: Kind) -> None:
     """Though there are rows and budget for more."""
-    driver = Driver(2, 8, spare=2)
+    driver = Driver(2, 8, spare=2, kind=kind)
     requests = [driver.add(1, max_tokens=2) for _ in range(4)]
     assert driver.step() == [(request, 1) for request in requests[:2]]
     driver.run_out()
 
 
 @pytest.mark.parametrize("n, chunks", [(8, [8]), (9, [8, 1]), (16, [8, 8]), (17, [8, 8, 1])])
-def test_a_prompt_over_the_budget_is_cut_and_sampled_once(n: int, chunks: list[int]) -> None:
+@for_all_kinds
+def test_a_prompt_over_the_budget_is_cut_and_sampled_once(kind: Kind, n: int, chunks: list[int]) -> None:
     """vllm-metal#200, tenstorrent/vllm#448: such a prompt waited for ever; a last chunk of 1 was taken for a decode."""
-    driver = Driver(1, 8)
+    driver = Driver(1, 8, kind=kind)
     request = driver.add(n, max_tokens=1)
     assert [driver.step()[0][1] for _ in chunks] == chunks
     assert request.n_output == 1 and not driver.scheduler.busy and len(driver.events) == 1
 
 
-def test_a_partly_computed_prompt_gains_no_token() -> None:
+@for_all_kinds
+def test_a_partly_computed_prompt_gains_no_token(kind: Kind) -> None:
     """tenstorrent/tt-xla#5830, vllm#4139: a chunk in the middle was sampled, and "!!!!" inserted."""
-    driver = Driver(2, 4)
+    driver = Driver(2, 4, kind=kind)
     short, long = driver.add(2, max_tokens=3), driver.add(20, max_tokens=1)
     gained = []
     while long.finish_reason is None:
@@ -180,10 +308,11 @@ def test_a_partly_computed_prompt_gains_no_token() -> None:
     assert gained == [0] * (len(gained) - 1) + [1] and len(gained) == 6  # 2, then 3, 3, then 4, 4, 4
 
 
-def test_decodes_go_on_at_full_pace_while_a_long_prompt_is_computed() -> None:
+@for_all_kinds
+def test_decodes_go_on_at_full_pace_while_a_long_prompt_is_computed(kind: Kind) -> None:
     """vllm#31731, vllm#10774. The policy here: first come, first served, and running requests first. So the wait of
     everyone is bounded: the long one gets what the decodes leave, and the last in line waits for a free row."""
-    driver = Driver(4, 8)
+    driver = Driver(4, 8, kind=kind)
     decoding = [driver.add(1, max_tokens=20) for _ in range(3)]
     driver.step()
     long, last = driver.add(MAX_LEN, max_tokens=1), driver.add(1, max_tokens=1)
@@ -212,8 +341,9 @@ def test_single_tokens_come_first_wherever_they_stand() -> None:
     driver.run_out()
 
 
-def test_a_budget_of_one_token_for_each_still_reaches_everyone() -> None:
-    driver = Driver(3, 3)
+@for_all_kinds
+def test_a_budget_of_one_token_for_each_still_reaches_everyone(kind: Kind) -> None:
+    driver = Driver(3, 3, kind=kind)
     requests = [driver.add(n, max_tokens=3) for n in (7, 1, 5, 2, 9)]
     driver.run_out()
     assert [request.n_output for request in requests] == [3] * 5
@@ -229,9 +359,10 @@ def test_two_prompts_that_nearly_fill_the_memory_end_soon() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "mid-prefill", "decoding", "finished", "twice", "unknown"])
-def test_abort_in_any_state(state: str) -> None:
+@for_all_kinds
+def test_abort_in_any_state(kind: Kind, state: str) -> None:
     """vllm#18485, vllm#25067, vllm#26400, sgl#34112: a KeyError, a leak, or one token more after the abort."""
-    driver = Driver(2, 4)
+    driver = Driver(2, 4, kind=kind)
     busy = driver.add(2, max_tokens=9)
     request = driver.add(9, max_tokens=2)
     if state == "waiting":
@@ -258,12 +389,14 @@ def test_abort_in_any_state(state: str) -> None:
     assert busy.n_output == 9 and request.n_output == made
 
 
-def test_abort_while_the_step_is_running() -> None:
+@for_all_kinds
+def test_abort_while_the_step_is_running(kind: Kind) -> None:
     """vllm#26400: the request is in the plan, its token is on the way, and it must not come."""
-    driver = Driver(3, 8)
+    driver = Driver(3, 8, kind=kind)
     first, second, third = (driver.add(2, max_tokens=5) for _ in range(3))
     driver.step()
     plan = driver.scheduler.schedule()
+    driver.memory.step(plan)
     aborted = driver.scheduler.abort(second)
     assert aborted is not None and aborted.finish_reason == "abort"
     events = driver.scheduler.update(plan, {request: (7, None) for request, _ in plan})
@@ -275,39 +408,12 @@ def test_abort_while_the_step_is_running() -> None:
     driver.run_out()
 
 
-def test_a_stop_token_frees_the_row_in_the_same_step() -> None:
+@for_all_kinds
+def test_a_stop_token_frees_the_row_in_the_same_step(kind: Kind) -> None:
     """sgl#12151: EOS as the first token went unseen."""
-    driver = Driver(1, 4)
+    driver = Driver(1, 4, kind=kind)
     first, second = driver.add(2, max_tokens=9), driver.add(3, max_tokens=9)
     driver.step(token=EOS)
     assert first.finish_reason == "stop" and first.n_output == 1 and not driver.scheduler.running
     assert driver.step(token=EOS) == [(second, 3)]
     assert not driver.scheduler.busy and driver.slots.free_rows == [0]
-
-
-# ---- slots
-
-
-def test_releasing_twice_or_nothing_changes_nothing() -> None:
-    """Wenyueh/MinivLLM#84: a count went below zero, and the place was never given again."""
-    slots = RegionSlots(2, 4)
-    request, other = (make_request([3] * 3, SamplingParams(), TINY, None, 4) for _ in range(2))
-    slots.release(request)
-    slots.reserve(request, 2)
-    assert request.row == 0 and list(request.slots) == [0, 1]
-    slots.reserve(other, 3)
-    assert list(other.slots) == [4, 5, 6] and slots.free_rows == []
-    stranger = make_request([3], SamplingParams(), TINY, None, 4)
-    assert not slots.can_reserve(stranger, 1) and slots.can_reserve(other, 1)
-    slots.release(request)
-    slots.release(request)
-    assert slots.free_rows == [0] and slots.can_reserve(stranger, 1)
-
-
-def test_reserving_again_for_the_same_tokens_changes_nothing() -> None:
-    """A step that failed is planned again."""
-    slots = RegionSlots(1, 8)
-    request = make_request([3] * 5, SamplingParams(), TINY, None, 8)
-    slots.reserve(request, 3)
-    slots.reserve(request, 3)
-    assert list(request.slots) == [0, 1, 2] and request.row == 0

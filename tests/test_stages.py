@@ -4,6 +4,7 @@ each stage is a small change from the one before."""
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +20,10 @@ from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, make_request
-from minillm.stages import STAGES, cached, chunked, continuous, dynamic, naive, padded, ragged
+from minillm.stages import STAGES, cached, chunked, continuous, dynamic, naive, padded, paged, ragged, shared
 
-MODULES = dict(zip(STAGES, (naive, cached, chunked, padded, dynamic, ragged, continuous), strict=True))
+MODULES = dict(zip(STAGES, (naive, cached, chunked, padded, dynamic, ragged, continuous, paged, shared), strict=True))
+LOOPS = ("continuous", "paged", "shared")  # on the engine
 LATER = [name for name in STAGES if name != "naive"]
 
 IDS = st.integers(0, 63)
@@ -53,12 +55,16 @@ def limits_of(name: str, max_running: int, chunk: int) -> dict[str, int]:
         return {"chunk": chunk}
     if name == "continuous":
         return {"max_running": max_running, "budget": max(max_running, chunk)}
+    if name in LOOPS:  # memory for one text of 24, and blocks that do not divide it
+        return {"max_running": max_running, "budget": max(max_running, chunk), "block": 3, "n_slots": 24}
     return {} if name in ("naive", "cached") else {"max_running": max_running}
 
 
 def run(name: str, model: Any, requests: Sequence[Request], **limits: int) -> Iterator[Event]:
     """The stage; the last one with NaN in all free memory (the others are spoiled by `Watched`)."""
-    with patch.object(continuous, "Engine", PoisonedEngine):
+    with ExitStack() as undo:
+        for loop in LOOPS:
+            undo.enter_context(patch.object(MODULES[loop], "Engine", PoisonedEngine))
         yield from STAGES[name](model, requests, **limits)
 
 
@@ -101,7 +107,7 @@ def test_every_stage_makes_the_tokens_of_the_naive_one(
     def make() -> list[Request]:
         return [make_request(prompt, p, tiny.config, None, 24) for prompt, p in texts_]
 
-    model, requests = Watched(tiny), make()
+    model, requests = Watched(tiny, pools=name != "shared"), make()
     events = list(run(name, model, requests, **limits_of(name, max_running, chunk)))
     assert texts(events, requests) == [solo(tiny, prompt, p, 24) for prompt, p in texts_]
     alike(tiny, make(), requests, events, model.rows)
@@ -115,7 +121,7 @@ def test_a_prompt_of_one_token_at_every_step(tiny: Llama, name: str) -> None:
     def make() -> list[Request]:
         return [make_request([t], p, tiny.config, None, 24) for t in (9, 40)]
 
-    model, requests = Watched(tiny), make()
+    model, requests = Watched(tiny, pools=name != "shared"), make()
     events = list(run(name, model, requests, **limits_of(name, 2, 3)))
     assert len(events) == 40
     alike(tiny, make(), requests, events, model.rows)
@@ -159,7 +165,7 @@ def test_a_request_that_arrives_later_waits_for_its_time_and_comes_out_right(tin
     assert texts(events, requests) == [solo(tiny, r.prompt, p) for r in requests]
 
 
-@pytest.mark.parametrize("name", ["dynamic", "ragged", "continuous"])
+@pytest.mark.parametrize("name", ["dynamic", "ragged", *LOOPS])
 def test_a_freed_place_is_taken_in_the_next_step(name: str) -> None:
     """Padded waits for the longest of each batch; these do not."""
     model = follow({t: t + 1 for t in range(10, 60)})
@@ -206,7 +212,7 @@ def test_dynamic_pads_everyone_to_a_newcomers_prompt() -> None:
     assert model.steps[2] - real == 693 == (100 - 1) * (8 - 1)
 
 
-@pytest.mark.parametrize("name", ["padded", "dynamic", "ragged", "continuous"])
+@pytest.mark.parametrize("name", ["padded", "dynamic", "ragged", *LOOPS])
 def test_a_newcomer_at_the_last_step_of_the_longest_text(tiny: Llama, name: str) -> None:
     """The longest text's last token stands on the last place there is, and the newcomer's prompt pads its row."""
     p = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 3, 1)]
@@ -221,7 +227,7 @@ def test_a_newcomer_at_the_last_step_of_the_longest_text(tiny: Llama, name: str)
     alike(tiny, make(), requests, events, model.rows)
 
 
-@pytest.mark.parametrize("name", ["padded", "dynamic", "ragged", "continuous"])
+@pytest.mark.parametrize("name", ["padded", "dynamic", "ragged", *LOOPS])
 def test_a_stage_for_nobody_is_refused(tiny: Llama, name: str) -> None:
     """It would otherwise wait for ever, or drop every request without a word."""
     requests = [make_request([2, 3], SamplingParams(max_tokens=2), tiny.config, None, 8)]
