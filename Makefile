@@ -26,7 +26,7 @@ ifeq ($(filter cpu cuda,$(TORCH)),)
 $(error TORCH is '$(TORCH)'; it must be cpu or cuda)
 endif
 
-.PHONY: help run test lint lab lessons student mutants bench readme check-gpu weights doctor clean
+.PHONY: help run test lint lab lessons student mutants stateful soak bench readme check-gpu weights doctor clean
 
 help: ## explain every target (this text)
 	@echo "make TARGET, where TARGET is one of"
@@ -55,15 +55,27 @@ lessons: $(VENV)/.dev $(WEIGHTS) ## run the lessons that changed and keep their 
 student: $(VENV)/.dev ## make the notebooks without solutions: build/student/
 	$(PY) -m minillm.lab.build student
 
-mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it
-	$(PY) tests/mutants.py
+mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it (10 minutes)
+	@mkdir -p results
+	$(PY) tests/mutants.py > results/mutants.txt; found=$$?; tail -1 results/mutants.txt; exit $$found
 
-bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (40 minutes)
+stateful: $(VENV)/.dev ## random use of the engine against the naive stage: 20 engines, 2,000 steps each (3 minutes)
+	@mkdir -p results
+	STATEFUL_STEPS=2000 $(PY) -m pytest -s tests/test_stateful.py $(ARGS) > results/stateful.txt; found=$$?; \
+		tail -4 results/stateful.txt; exit $$found
+
+soak: $(VENV)/.dev ## 10,000 requests through the engine: nothing may be lost, kept or slowed down (1 minute)
+	@mkdir -p results
+	$(PY) tests/soak.py --json results/soak.json $(ARGS)
+
+bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (50 minutes)
 	@mkdir -p results
 	$(MINILLM) bench --preset full --json $(RESULTS).json --plot $(RESULTS)-ladder.png --peer transformers $(PEERS)
 	$(MINILLM) bench queue --json $(RESULTS).json --plot $(RESULTS)-queue.png
 	$(MINILLM) bench prefill --json $(RESULTS).json --plot $(RESULTS)-prefill.png
 	$(MINILLM) bench memory --json $(RESULTS).json --plot $(RESULTS)-memory.png
+	$(MINILLM) bench sharing --json $(RESULTS).json --plot $(RESULTS)-sharing.png
+	$(MINILLM) bench scheduler --json $(RESULTS).json
 	$(MINILLM) simulate --calibrate --json $(RESULTS).json --plot $(RESULTS)-simulation.png
 	$(MINILLM) trace --plot $(RESULTS)-trace.png
 	$(PY) -m minillm.bench.readme $(RESULTS).json

@@ -16,7 +16,8 @@
 # - **Minutes**: 45, of which the machine works about one.
 # - **Hardware**: any CPU; a CUDA GPU is used where torch finds one.
 # - **The one change**: none yet. This lesson makes the ruler that all others are measured with
-#   ([bench/ceiling.py](../minillm/bench/ceiling.py)).
+#   ([bench/ceiling.py](../minillm/bench/ceiling.py)). It holds a `floor_seconds` too: keep it closed until yours is
+#   written.
 
 # %% tags=["setup"]
 from statistics import median
@@ -133,12 +134,12 @@ else:
 # %%
 config, itemsize = model.config, model.norm.weight.element_size()
 ceilings = ceiling.measure(model.device, model.dtype, seconds=lab.size(0.1, 0.5, 2.0))
-layers, head = ceiling.layer_weights(config), config.vocab_size * config.d_model
-weights = layers + head
+in_layers, in_head = ceiling.layer_weights(config), config.vocab_size * config.d_model
+model_weights = in_layers + in_head
 
 print(f"memory:      {ceilings.bytes_per_s / 1e9:8.1f} GB/s")
 print(f"arithmetic:  {ceilings.flops_per_s / 1e9:8.1f} G operations/s in {model.dtype}")
-print(f"the model:   {layers:,} weights in the layers and {head:,} in the head, {itemsize} bytes each")
+print(f"the model:   {in_layers:,} weights in the layers and {in_head:,} in the head, {itemsize} bytes each")
 print(f"K and V:     {config.kv_bytes_per_token(itemsize):,} bytes for each token of a text")
 
 # %% [markdown]
@@ -228,7 +229,7 @@ lab.check("00", "floor_seconds")
 # | bytes of weights | $W$ times `itemsize`. Read **once**, for all texts |
 # | bytes of K and V | for each text: $S$ times `config.kv_bytes_per_token(itemsize)` |
 # | operations on weights | for each token: $2 W$ |
-# | operations in attention | for each token: $4 \cdot D$ for each score, and there are $L \cdot H \cdot S$ scores |
+# | operations in attention | for each token: $4 \cdot D$ for each of its $L \cdot H \cdot S$ scores |
 #
 # ($L$ layers, $H$ query heads, $D$ numbers in a head. A score is a dot product of length $D$: $D$ multiplications and
 # $D$ additions. It then weighs a value of $D$ numbers: as many again.)
@@ -236,7 +237,8 @@ lab.check("00", "floor_seconds")
 # For this model and the seven tokens of our example, with $B = 1$ and $S = 7$: 7 times the K/V bytes printed above,
 # and $30 \cdot 9 \cdot 7 = 1890$ scores for the next token.
 #
-# Add all of it up over the $B$ texts, and let your `floor_seconds` do the rest.
+# Add all of it up over the $B$ texts, and let your `floor_seconds` do the rest. Use only the arguments: the check tries
+# other models.
 
 
 # %% task="00.decode_ceiling"
@@ -387,7 +389,7 @@ for (stage, batch), steps in runs.items():
 
 # %% [markdown]
 # **Then time.** For each batch: the floor of a step by what was counted, the median time, and its spread (the 5th and
-# 95th of 100 steps in order). A wide spread means that something else was busy on your machine.
+# 95th percentile of the steps). A wide spread means that something else was busy on your machine.
 
 # %%
 # the machine may have been busy when its ceilings were measured: measure again, and keep the better of each
@@ -414,15 +416,6 @@ lab.reveal("00.ceiling_32", round(32 / many["floor"], 1))
 lab.reveal("00.gain_32", round(32 * one["median"] / many["median"], 2))
 
 # %% [markdown]
-# Three things to read off:
-#
-# - **One text and 32 texts read the same weights.** That is why the step of 32 takes nowhere near 32 times as long.
-# - **A ceiling is only a bound.** Small operations, the scheduler and Python itself take their share, and a step that
-#   is short has the least room for them.
-# - **At small batches the floor hardly moves**, since the weights outweigh everything else. Further up, K, V and the
-#   arithmetic take over.
-
-# %% [markdown]
 # ## Plot
 #
 # On the left the roof itself, and where each batch stands below it. On the right the same points as tokens per second.
@@ -436,16 +429,18 @@ roof.loglog(intensity, np.minimum(intensity * ceilings.bytes_per_s, ceilings.flo
 near = dict(textcoords="offset points", fontsize=9)
 roof.annotate("limited by\nmemory", (1, ceilings.bytes_per_s / 1e9), (-12, 8), ha="right", **near)
 roof.annotate("limited by arithmetic", (300, ceilings.flops_per_s / 1e9), (0, 6), ha="right", **near)
-told = []
+told, points = [], []
 for batch in BATCHES:
     step, now = runs["continuous", batch][-1], timed["continuous", batch]
-    flops = 2 * weights * batch + 4 * config.head_dim * step.scores
-    ratio = flops / (itemsize * weights + step.kv_bytes)
+    flops = 2 * model_weights * batch + 4 * config.head_dim * step.scores
+    ratio = flops / (itemsize * model_weights + step.kv_bytes)
     roof.plot(ratio, flops / now["median"] / 1e9, marker="o", color="black", linestyle="none")
     at = (ratio, flops / now["median"] / 1e9)
+    points.append(at[1])
     roof.annotate(f"B = {batch}", at, (7, -10), **near)
     told.append(f"B = {batch}: {ratio:.1f} operations per byte, {now['floor'] / now['median']:.0%} of the ceiling")
-roof.set_ylim(top=2 * ceilings.flops_per_s / 1e9)
+roof.set_ylim(0.6 * min(points), 2 * ceilings.flops_per_s / 1e9)
+roof.set_title("The roof, and each batch below it", loc="left", fontsize=11)
 roof.set_xlabel("operations per byte moved")
 roof.set_ylabel("G operations per second")
 
@@ -457,7 +452,7 @@ speed.plot(BATCHES, most, color="black", linestyle="--", marker="^")
 speed.errorbar(BATCHES, middle, yerr=[below, above], color="black", marker="o", capsize=4)
 speed.plot(1, 1 / timed["cached", 1]["median"], marker="s", color="white", markeredgecolor="black", markersize=9)
 speed.annotate("ceiling", (BATCHES[-1], most[-1]), (9, -3), **near)
-speed.annotate("measured", (BATCHES[-1], middle[-1]), (9, -3), **near)
+speed.annotate("measured,\n5 to 95 %", (BATCHES[-1], middle[-1]), (9, -3), **near)
 speed.annotate("cached", (1, 1 / timed["cached", 1]["median"]), (-9, 6), ha="right", **near)
 speed.set_xscale("log", base=2)
 speed.set_yscale("log")
@@ -466,15 +461,17 @@ speed.set_xlim(0.45, 3 * BATCHES[-1])
 ticks = [n for n in (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**4, 10**5) if middle[0] / 3 < n < 2 * most[-1]]
 speed.set_yticks(ticks, ticks)
 speed.set_yticks([], minor=True)
+speed.set_title("Ceiling and measured", loc="left", fontsize=11)
 speed.set_xlabel("texts in a step, B")
 speed.set_ylabel("tokens per second, all texts together")
 
 lab.show(
     figure,
-    f"Left, a roofline: memory gives {ceilings.bytes_per_s / 1e9:.0f} GB/s, arithmetic "
-    f"{ceilings.flops_per_s / 1e9:.0f} G operations/s. {'; '.join(told)}. "
+    f"Two charts, all axes logarithmic. Left, a roofline: memory gives {ceilings.bytes_per_s / 1e9:.0f} GB/s, "
+    f"arithmetic {ceilings.flops_per_s / 1e9:.0f} G operations/s. {'; '.join(told)}. "
     f"Right, tokens per second against the batch, from B = {BATCHES[0]} to B = {BATCHES[-1]}: the ceiling goes from "
-    f"{most[0]:.0f} to {most[-1]:.0f}, what was measured from {middle[0]:.0f} to {middle[-1]:.0f}.",
+    f"{most[0]:.0f} to {most[-1]:.0f}, what was measured from {middle[0]:.0f} to {middle[-1]:.0f}. Bars hold the "
+    f"5th to the 95th percentile. The stage `cached` at B = 1, a square: {1 / timed['cached', 1]['median']:.0f}.",
 )
 
 # %% [markdown]
@@ -497,10 +494,19 @@ lab.answer("00.why", """ """)
 # <!-- END SOLUTION -->
 
 # %% [markdown]
+# Three things to read off the table, now that you have your own answer:
+#
+# - **One text and 32 texts read the same weights.** That is why the step of 32 takes nowhere near 32 times as long.
+# - **A ceiling is only a bound.** Small operations, the scheduler and Python itself take their share, and a step that
+#   is short has the least room for them.
+# - **At small batches the floor hardly moves**, since the weights outweigh everything else. Further up, K, V and the
+#   arithmetic take over.
+
+# %% [markdown]
 # ## Break it
 #
 # A salesman says: "B texts are B times as fast. Just take a bigger batch." Put that belief in place of your function,
-# and see which property catches it. Before you run the cell: which one will it be?
+# and see which properties catch it. Before you run the cell: which will be the first to catch it?
 
 # %%
 mine = decode_ceiling
@@ -516,7 +522,8 @@ decode_ceiling = mine  # and back again
 
 # %% [markdown]
 # The pessimist says: "Every text needs its own pass anyway, so B texts make as many tokens per second as one." Change
-# the `return` of the cell above to `mine(1, ...)` without the factor, and run it again: another property catches him.
+# the `return` of the cell above to `mine(1, ...)` without the factor, and run it again: this time the shared weights
+# catch him first.
 
 # %% [markdown]
 # ## Recap
@@ -547,6 +554,6 @@ decode_ceiling = mine  # and back again
 #   the picture and its assumptions.
 # - Pope et al. 2022, [*Efficiently scaling transformer inference*](https://arxiv.org/abs/2211.05102): section 2, for
 #   the same two costs on machines with many chips.
-# - Hugging Face 2025, *Continuous batching from first principles*: for the whole course's idea in one reading; the
-#   running example is theirs.
+# - Hugging Face 2025, [*Continuous batching from first principles*](https://huggingface.co/blog/continuous_batching):
+#   for the whole course's idea in one reading; the running example is theirs.
 # - [bench/ceiling.py](../minillm/bench/ceiling.py): how the two speeds are measured; it is short.

@@ -17,7 +17,7 @@
 # | | |
 # |---|---|
 # | prerequisites | lesson 01 (token ids, and which tensors a checkpoint holds); shapes and broadcasting in PyTorch |
-# | minutes | 100, of which the machine works about one |
+# | minutes | 110, of which the machine works about one |
 # | hardware | any CPU, with 2 GB of free memory |
 # | the one change | tensors compute: [model.py](../minillm/model.py), [attention.py](../minillm/attention.py) |
 
@@ -651,6 +651,7 @@ for i, (name, (_, grey, hatch)) in enumerate(bars.items()):
 axes.set_yticks(range(len(predicted)), list(predicted))
 axes.invert_yaxis()
 axes.set_xlim(0, 1)
+axes.xaxis.set_major_formatter("{x:.0%}")
 axes.set_xlabel("share of the multiplications, or of the time of these parts")
 axes.set_title("One pass over 7 tokens in float32", loc="left")
 lab.show(
@@ -697,8 +698,9 @@ axes.set_ylim(bottom=0)
 axes.set_title("bfloat16 against float32, the median token", loc="left")
 lab.show(
     figure,
-    f"A line over the blocks: bfloat16 and float32 are {apart[0]:.2%} apart after block 0, {max(apart):.2%} at most "
-    f"(after block {apart.index(max(apart))}) and {apart[-1]:.2%} after block {len(apart) - 1}. "
+    "A line over the blocks, the distance of bfloat16 from float32 as a share of the row's length, the median token: "
+    f"{apart[0]:.2%} after block 0, {max(apart):.2%} at most (after block {apart.index(max(apart))}) "
+    f"and {apart[-1]:.2%} after block {len(apart) - 1}. "
     + (f"Block {first_block} is the first above 1 %." if first_block < len(apart) else "No block is above 1 %."),
 )
 

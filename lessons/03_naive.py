@@ -13,7 +13,7 @@
 # - say why u is computed from three numbers instead of taken from a random generator;
 # - derive how many tokens go through the model, and find that number in the counters and in the clock.
 #
-# **Prerequisites:** lesson 02 (the Llama; you use it here, you need not have written it). **Minutes:** about 70, of
+# **Prerequisites:** lesson 02 (the Llama; you use it here, you need not have written it). **Minutes:** about 80, of
 # which the machine works 3. **Hardware:** 2 CPU cores, 2 GB of memory; no GPU.
 #
 # **The one change:** from one pass of the model to a text, with nothing kept between passes. The stage is
@@ -52,8 +52,9 @@ lab.start("03")
 # gives one score, a **logit**, for each of the V tokens that could come next. The row of token t speaks of token
 # t + 1. So to go on with a text, only the **last** row matters.
 #
-# The running example is the article's prompt of 7 tokens: `<bos> I am sure this pro ject`. The token after it is
-# `will`. Append it, and ask again:
+# The running example is a prompt of 7 tokens, `<bos> I am sure this pro ject`. It comes from the article [*Continuous
+# batching from first principles*](https://huggingface.co/blog/continuous_batching), where the token after it is `will`.
+# Append it, and ask again:
 #
 # ```
 # pass 1    <bos> I am sure this pro ject                  7 tokens in,  `will` out
@@ -100,17 +101,19 @@ print(f"{apart:.1e} of the largest value. (Where it is not 0, it is rounding: th
 # %% [markdown]
 # ## Predict
 #
-# You will let the real model write after these 7 tokens. How many tokens in all go through it, pass by pass? The cell
-# prints how many new ones there will be. Put a number in place of `None`; work it out, or guess.
+# You will let the real model write after these 7 tokens. How many tokens go through it in all, summed over all passes?
+# Run the cell once with `None`: it prints M, how many new ones there will be. Then put your number in its place, worked
+# out or guessed, and run it again.
 
 # %%
 M = lab.size(ci=32, default=256, long=1024)  # new tokens
-print(f"{len(EXAMPLE)} tokens of prompt, {M} new ones")
+print(f"{len(EXAMPLE)} tokens of prompt, M = {M} new ones")
 lab.predict("03.tokens_computed", None)
 
 # %% [markdown]
-# The last of these new tokens takes a pass over the longest text. How many times longer than one of the first ones does
-# it take? (Text length alone would say `(7 + M) / 7`. Is it that much?)
+# The last of these new tokens take passes over the longest texts. *Measure* divides the median time of the last M/8 new
+# tokens by that of the first M/8 (without the very first). What comes out? (Length alone would say about
+# `(7 + 15 M/16) / (7 + M/16)`. Is it that much?)
 
 # %%
 lab.predict("03.slowdown", None)
@@ -129,7 +132,7 @@ lab.predict("03.slowdown", None)
 # | `line(ids, start, device)` | the ids as a tensor [T], and their positions `start`, `start + 1`, ... as another [T] |
 # | `SelfAttend(positions)` | attention over this pass's own tokens alone, causal by position |
 # | `model(tokens, positions, attend)` | hidden states [T, d] |
-# | `model.logits(rows)` | rows of hidden states [M, d] to logits [M, V] |
+# | `model.logits(rows)` | R rows of hidden states [R, d] to logits [R, V] |
 # | `model.device`, `model.config.eos` | where the weights are; a tuple of end-of-text ids, none, one or several |
 #
 # Three things to decide with care. **Positions** run from 0 over the whole text, in every pass. **Only one row** is
@@ -213,15 +216,16 @@ print(repr(tokenizer.decode(asked.outputs[0], skip_special=False)))
 # %% [markdown]
 # ### The choice: `choose`
 #
-# The best token every time makes flat text, and the same text every time. So one draws: token t with a probability that
-# grows with its logit. Four numbers say how.
+# The best token every time makes flat text, and the same text every time. So one draws: the token of id i comes with a
+# probability that grows with its logit. Four numbers say how.
 #
-# - **temperature** divides the logits before the softmax: `weight[t] = exp(logit[t] / temperature)`. Below 1 the best
+# - **temperature** divides the logits before the softmax: `weight[i] = exp(logit[i] / temperature)`. Below 1 the best
 #   tokens gain, above 1 the others do. At 0 the best token is simply taken.
 # - **top_k** keeps the k most likely tokens; 0 keeps all, and so does a k above V. Among equals the lower ids stay, so
 #   that it is k and not more.
 # - **top_p** keeps the smallest set of most likely tokens whose share *of what top_k left* is at least top_p. So the
-#   token that crosses the line stays, and one token always does. 1 keeps all.
+#   token that crosses the line stays, and one token always does. At 1 nothing is filtered, however small its weight:
+#   leave the filter out then, for a rounded sum may reach the whole before the last tokens have been added.
 # - **u**, in [0, 1), makes the draw. Lay the weights that are left end to end, in order of ids, and stretch u over
 #   their sum. The token in whose stretch it falls is chosen. A stretch holds its left end and not its right one.
 #
@@ -289,14 +293,15 @@ lab.check("03", "choose")
 # <details><summary>Hint 2</summary>
 #
 # Sort once, with `descending=True, stable=True`; keep the ids that `sort` returns. Both filters are simple on sorted
-# weights: top_k cuts after k, and top_p drops a token if the weight of all tokens *before* it already reaches the
-# share. `weights[ids] = ordered` puts them back where they belong.
+# weights: top_k cuts after k, and top_p drops a token if the weight of all tokens *before* it already reaches top_p
+# times the sum of what top_k left. `weights[ids] = ordered` puts them back where they belong.
 # </details>
 #
 # <details><summary>Hint 3</summary>
 #
-# You need not divide by the sum: multiply u by it. The first index whose running sum is *above* that is the token.
-# `torch.searchsorted` finds it; look up what its `right` does when the value is equal to an entry.
+# The weights that are left do not sum to 1. So multiply u by their sum, as top_p by the sum of what top_k left. The
+# first index whose running sum is *above* that is the token. `torch.searchsorted` finds it; look up what its `right`
+# does when the value is equal to an entry.
 # </details>
 
 # %% [markdown]
@@ -475,8 +480,9 @@ print(f"All passes: {total:.1f} s; {slope:.2e} s x {pushed[-1]:,} tokens pushed 
 # %%
 few = M // 8
 slowdown = median(middle[-few:]) / median(middle[1 : 1 + few])
+longer = median(lengths[-few:]) / median(lengths[1 : 1 + few])
 print(f"the last {few} tokens against the first {few} that follow the first one; ", end="")
-print(f"the text grew {(n + M) / (n + few / 2):.1f} times")
+print(f"the text is {longer:.1f} times as long")
 lab.reveal("03.slowdown", round(slowdown, 2))
 
 # %% [markdown]
@@ -505,15 +511,17 @@ every = max(1, M // 32)
 low, high = ([1e3 * pick(t) for t in times] for pick in (min, max))
 right.fill_between(lengths, low, high, color="0.8", label="all rounds")
 right.plot(lengths[::every], [1e3 * t for t in middle[::every]], ".", color="black", label="middle")
-right.plot(lengths, [1e3 * (base + slope * T) for T in lengths], color="black", linewidth=1, label="line")
-right.set(title="Time for one more token", xlabel="length of the text T", ylabel="ms", ylim=(0, None))
+right.plot(lengths, [1e3 * (base + slope * T) for T in lengths], color="black", linewidth=1, label="fitted line")
+right.set(title="Time for one more token", xlabel="length of the text T, in tokens", ylabel="ms for one token")
+right.set_ylim(bottom=0)
 right.legend(frameon=False, loc="upper left")
 lab.show(
     figure,
     f"Left: tokens pushed through the model rise as a square to {pushed[-1]:,} at {M} new tokens, every counted point "
     f"on the predicted line, while only {n + M - 1:,} are needed. Right: the time for one more token goes "
     f"from about {1e3 * median(middle[1 : 1 + few]):.0f} ms at the beginning to about "
-    f"{1e3 * median(middle[-few:]):.0f} ms at the end, near a straight line in the length of the text.",
+    f"{1e3 * median(middle[-few:]):.0f} ms at the end (medians of {few} tokens), near a straight line in the length of "
+    "the text.",
 )
 
 # %% [markdown]
@@ -542,7 +550,8 @@ lab.answer("03.why", """ """)
 # ## Break it
 #
 # A check is worth something if it catches wrong code. Two bugs, each put around your own function. Say before you run
-# them **which property** will catch each. (If your function is not written yet, all of them say so.)
+# them **which property** catches each first, and which others follow. (If your function is not written yet, all of them
+# say so.)
 #
 # First: the end token ends the text, but the caller never sees it.
 
@@ -603,8 +612,8 @@ choose = right_choose
 #
 # ## References
 #
-# - *Continuous batching from first principles* (Hugging Face, 2025): its first part has these 7 tokens and the same
-#   loop.
+# - [*Continuous batching from first principles*](https://huggingface.co/blog/continuous_batching) (Hugging Face, 2025):
+#   its first part has these 7 tokens and the same loop.
 # - Holtzman et al. 2020, *The Curious Case of Neural Text Degeneration* ([arXiv](https://arxiv.org/abs/1904.09751)):
 #   sections 3 and 4, for why the best token every time makes dull text, and for top-p.
 # - Fan et al. 2018, *Hierarchical Neural Story Generation* ([arXiv](https://arxiv.org/abs/1805.04833)): section 5, for

@@ -162,6 +162,8 @@ lab.predict("04.tokens_cached", None)
 lab.predict("04.kib_llama2", None)
 
 # The longest text measured below: how many times faster does a token come with the cache?
+LENGTHS = lab.size((32, 128), (64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024, 2048, 4096))
+print(f"The longest text has {LENGTHS[-1]:,} tokens.")
 lab.predict("04.times_faster", None)
 
 # %% [markdown]
@@ -381,7 +383,8 @@ for start, T in ((0, 7), (4, 3), (7, 1)):
     expected = attention.visible(torch.arange(start, S), torch.arange(S))
     masks = {"from the top left": top_left, "yours": looks_at(CachedAttend, start, T), "expected": expected}
     wrong = [int((masks[name] != expected).sum()) for name in ("from the top left", "yours")]
-    words = f"New tokens {' '.join(seven[start:S])} at positions {start} to {S - 1}: a mask of {T} by {S}. "
+    where = f"positions {start} to {S - 1}" if T > 1 else f"position {start}"
+    words = f"New token{'s' * (T > 1)} {' '.join(seven[start:S])} at {where}: a mask of {T} by {S}. "
     words += f"A top-left triangle is wrong in {wrong[0]} cells of {T * S}, yours in {wrong[1]}."
     lab.show_masks(masks, rows=seven[start:S], columns=seven[:S], words=words)
     print()
@@ -528,7 +531,6 @@ if same < g:
 # fastest and the slowest behind it.
 
 # %%
-LENGTHS = lab.size((32, 128), (64, 128, 256, 512, 1024), (64, 128, 256, 512, 1024, 2048, 4096))
 ROUNDS, NEW = lab.size(1, 3, 5), lab.size(3, 6, 8)
 text = tokenizer.encode("\n".join(message["content"] for prompt in prompts.load() for message in prompt.messages))
 
@@ -733,5 +735,6 @@ CachedAttend = unbroken  # as it was
 # - Pope et al., 2022, *Efficiently Scaling Transformer Inference*, [arXiv
 #   2211.05102](https://arxiv.org/abs/2211.05102). Read section 2 for the cost of prefill and decode as memory against
 #   arithmetic.
-# - Hugging Face, 2025, *Continuous batching from first principles*. Read the part on the KV cache: our seven tokens
-#   come from there.
+# - Hugging Face, 2025, [*Continuous batching from first
+#   principles*](https://huggingface.co/blog/continuous_batching). Read the part on the KV cache: our seven tokens come
+#   from there.

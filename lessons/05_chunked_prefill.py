@@ -20,7 +20,7 @@
 # | hardware | any CPU with 2 GB of memory free; a GPU is used where torch finds one |
 # | the one change | at most m tokens in a step ([stages/chunked.py](../minillm/stages/chunked.py)) |
 #
-# The stage is the loop of `cached.py` with a slice and an `if` more. Read it after you have written yours.
+# The stage is the loop of `cached.py` with one more slice and one more `if`. Read it after you have written yours.
 
 # %% tags=["setup"]
 import difflib
@@ -99,13 +99,7 @@ for n in (7, 512, 2048, 8192):
 # **Why the text stays the same.** A token at position p looks at positions 0 .. p. The K and V of all of them are
 # there when it looks: those of earlier chunks lie in the cache, those of its own chunk are stored first. Everything
 # in the model but attention treats each token alone. So nothing that a token computes depends on where the prompt
-# was cut, and each chunk is simply a few rows of the whole mask.
-#
-# **What it costs.** The step of a chunk computes
-#
-# $$H \cdot \text{size} \cdot (\text{start} + \text{size}) \;\le\; H \cdot m \cdot n \quad\text{scores per layer.}$$
-#
-# For a fixed m the peak grows with n, no longer with n squared.
+# was cut, and each chunk is simply a few rows of the whole mask, cut off at its last token.
 
 # %% [markdown]
 # ## Predict
@@ -113,8 +107,8 @@ for n in (7, 512, 2048, 8192):
 # Write a number in place of each `None` before you read on. A wild guess is fine: having guessed is what helps.
 #
 # 1. Seven tokens in one step: 49 scores per head and layer. In chunks of 4, both steps **together**: how many?
-# 2. A long prompt in 8 equal chunks: how many times fewer scores does the **largest** step make than the whole
-#    prompt in one step?
+# 2. A long prompt in 8 equal chunks: its last tokens still look at all of it. How many times fewer scores does the
+#    **largest** step make than the whole prompt in one step?
 # 3. The same prompt, **all** 8 steps together: what percentage of the whole prompt's scores?
 # 4. Seconds for the whole prompt in one step, divided by seconds in 8 chunks?
 # 5. Some texts decode, a long prompt joins them. They wait for their next token while it is computed: how many
@@ -183,7 +177,8 @@ lab.check("05", "chunks")
 # ### Task 2: who sees whom
 #
 # The mask of one chunk. Its rows are the chunk's tokens, at positions start .. start + size - 1. Its columns are all
-# tokens so far, at positions 0 .. start + size - 1. True means that the row's token may see the column's.
+# tokens so far, at positions 0 .. start + size - 1. True means that the row's token may see the column's. (`visible`
+# from lesson 02 does it in one call; write the comparison yourself.)
 
 
 # %% task="05.chunk_mask"
@@ -247,8 +242,14 @@ for start, size in ((0, 4), (4, 3)):
 # %% [markdown]
 # ### Task 3: the largest step
 #
+# The step of a chunk computes
+#
+# $$H \cdot \text{size} \cdot (\text{start} + \text{size}) \;\le\; H \cdot m \cdot n \quad\text{scores per layer.}$$
+#
+# For a fixed m the peak grows with n, no longer with n squared.
+#
 # How many scores does one layer make in the step that makes the most? That step decides how much memory the prompt
-# needs. You have the chunks of task 1 and the formula above.
+# needs. You have the chunks of task 1 and this formula.
 
 
 # %% task="05.peak_scores"
@@ -300,13 +301,14 @@ lab.check("05", "peak_scores")
 #
 # - take the tokens that are not computed yet, at most m of them;
 # - put them through the model at their own positions;
-# - if none is left, the last row of the output says what comes next.
+# - if none is left, the last row of the output (`hidden[-1:]`) says what comes next, and that token joins the list.
 #
 # For a prompt that takes several steps. For a new token it takes one. Nobody asks which of the two it is. (Two loops,
 # one over your chunks and one over new tokens, pass the check as well. One is shorter, and lesson 08 needs it.)
 #
-# You have `KVCache(model, S)`, room for S positions, and `CachedAttend(cache, positions)`, which stores K and V and
-# makes the mask. `line(new, start, device)` makes the two tensors of a step out of a list of token ids.
+# You have `KVCache(model, S)`, room for S positions: S must hold the prompt and the new tokens. You have
+# `CachedAttend(cache, positions)`, which stores K and V and makes the mask. `line(new, start, device)` makes the two
+# tensors of a step out of a list of token ids; `start` is the position of the first of them.
 
 
 # %% task="05.generate"
@@ -494,13 +496,8 @@ for axes, values, unit in ((left, peak, ""), (middle, megabytes, " MB")):
         where = dict(xytext=(-5, 5), textcoords="offset points", ha="right", fontsize=8)
         axes.annotate(f"{value:,.0f}{unit}", (m, value), **where)
 left.set_title("Scores of the largest step", loc="left", fontsize=10)
-middle.plot(
-    ms,
-    [memory.scores_bytes(model.config, model.dtype, m, n) / 1e6 for m in ms],
-    "--",
-    color="0.5",
-    label="scores alone, predicted",
-)
+alone = [memory.scores_bytes(model.config, model.dtype, m, n) / 1e6 for m in ms]
+middle.plot(ms, alone, "--", color="0.5", label="scores alone, predicted")
 if megabytes:
     middle.plot(ms, [megabytes[m] for m in ms], "s", color="black", label="peak, measured")
 middle.set_title("Memory of the step, in MB", loc="left", fontsize=10)
@@ -521,7 +518,7 @@ right.set_title("Seconds to the first token", loc="left", fontsize=10)
 right.set_ylim(0, 1.2 * max(max(values) for values in seconds.values()))
 for axes in (left, middle, right):
     axes.set_xscale("log", base=2)
-    axes.margins(x=0.25, y=0.15)
+    axes.margins(x=0.4, y=0.15)
     if axes is not right:
         axes.set_yscale("log")
     axes.set_xticks(ms, [f"{m:,}" if m < n else "whole" for m in ms], fontsize=8)
@@ -535,7 +532,8 @@ lab.show(
     f"Three charts over the size of a chunk for a prompt of {n:,} tokens, the first two with logarithmic axes. Left, "
     f"scores of one layer in the largest step: counted points on the predicted line H m n, from {peak[ms[0]]:,} at "
     f"m = {ms[0]:,} to {peak[n]:,} for all "
-    f"in one step. Middle, peak memory: {measured}. Right, seconds to the first token: "
+    f"in one step. Middle, peak memory: {measured}; scores alone, predicted: {alone[0]:,.1f} MB at m = {ms[0]:,} to "
+    f"{alone[-1]:,.1f} MB at m = {ms[-1]:,}. Right, seconds to the first token: "
     + "; ".join(f"m = {m:,}: {median(seconds[m]):.3f}" for m in ms)
     + ".",
 )
@@ -668,6 +666,7 @@ chunk_mask = mine  # yours again
 # All four catch it, and none of them at a first chunk. They name the same bug in other words: a row, a sum, a hidden
 # state. The last one counts most, since a wrong mask is only a picture until a model computes with it. Try two more:
 # a square mask, `torch.ones(size, size)`, and a mask without any limit, `torch.ones(size, start + size)`, both bool.
+# The one without a limit fails at a first chunk already, (0, 2).
 #
 # ## Recap
 #
@@ -713,5 +712,5 @@ print("\n".join(difflib.unified_diff(before, after, "cached.run", "chunked.run",
 #   SplitFuse. Read it for the curve of throughput over tokens in a step.
 # - Dao et al. 2022, [FlashAttention](https://arxiv.org/abs/2205.14135): exercise 5, done for GPUs. Read section 3.1.
 # - Vaswani et al. 2017, [Attention Is All You Need](https://arxiv.org/abs/1706.03762): equation 1, and the mask.
-# - *Continuous batching from first principles* (Hugging Face, November 2025): the seven tokens and their chunks of 4.
-#   Read it for the pictures.
+# - [*Continuous batching from first principles*](https://huggingface.co/blog/continuous_batching) (Hugging Face,
+#   November 2025): the seven tokens and their chunks of 4. Read it for the pictures.

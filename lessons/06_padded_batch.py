@@ -100,7 +100,8 @@ lab.start("06")
 #
 # - **Every row counts from its own start.** In pass 1 the positions are 7, 3 and 5, whatever the width was.
 # - **A pad never takes the place of a real token.** The cache has `size` places, 0 .. size − 1. Where counting on
-#   would leave it, pads share the last place. So we make it one place larger than the longest text needs.
+#   would leave it, pads share the last place. So we make it one place larger than the longest text needs. (In this
+#   stage only an ended row gets there: the cache is sized for the longest text, and no prompt is longer than that.)
 #
 # And one thing about the memory. A mask hides a key by giving it weight 0; the value behind it is still multiplied by
 # that 0. This leaves nothing of any number, but `0 × NaN` is NaN. So the cache begins as zeros.
@@ -212,10 +213,12 @@ lab.check("06", "rectangle")
 # %%
 EXAMPLE = [[1, 10, 11, 12, 13, 14, 15], [1, 10, 11], [1, 13, 14, 15, 16]]  # ids stand for the words
 _, pass_0, _ = rectangle(EXAMPLE, [0, 0, 0], 8)
+notes = [f"keys {len(row)} to 6 are pads" if len(row) < 7 else "no pads" for row in EXAMPLE]
 lab.show_masks(
-    {f"row {b}: {7 - len(row)} pads": visible(pass_0[b], torch.arange(7)) for b, row in enumerate(EXAMPLE)},
+    {f"row {b}: {notes[b]}": visible(pass_0[b], torch.arange(7)) for b in range(3)},
     words="Pass 0: three equal masks of 7 queries by 7 keys, each a staircase: a query sees its own position and all "
-    "before. In row 1 the keys 3 to 6 are pads; only the queries 3 to 6 see any of them, and those are pads too.",
+    "before. In row 1 the keys 3 to 6 are pads, in row 2 the keys 5 and 6; only the queries at the same places see any "
+    "of them, and those are pads too.",
 )
 
 # %% [markdown]
@@ -491,13 +494,17 @@ lab.reveal("06.refill_pads", joining(real, 100, 8))
 # %%
 figure = Figure(figsize=(6.4, 4), layout="constrained")
 axes = figure.subplots()
-axes.plot(sizes, sizes, color="0.6", linestyle=":")
+axes.plot(sizes, sizes, color="0.35", linestyle=":", linewidth=1.5)
 axes.plot(sizes, [counted[B] for B in sizes], color="black", linestyle="--", marker="s", markerfacecolor="white")
 quarters = {B: [B * median(seconds[1]) / t for t in quantiles(seconds[B], n=4)] for B in sizes}  # fast, middle, slow
 bars = [[q[1] - q[2] for q in quarters.values()], [q[0] - q[1] for q in quarters.values()]]
 axes.errorbar(sizes, [timed[B] for B in sizes], yerr=bars, color="black", marker="o", capsize=4)
 top = sizes[-1]
-for text, y, below in (("B", top, 4), ("by bytes", counted[top], -8), ("timed, middle half", timed[top], -8)):
+for text, y, below in (
+    ("B times (ideal)", top, 4),
+    ("by bytes counted", counted[top], -8),
+    ("timed, middle half", timed[top], -8),
+):
     axes.annotate(text, (top, y), textcoords="offset points", xytext=(8, below))
 axes.set_xscale("log", base=2)
 axes.set_yscale("log", base=2)
@@ -509,8 +516,8 @@ axes.set_xlabel("B, rows in the rectangle")
 axes.set_ylabel("tokens per second, times those of one row")
 lab.show(
     figure,
-    f"Three lines over B. The first is B itself. At 8 rows, tokens per second should be {counted[8]:.1f} times those "
-    f"of one row by the bytes counted, and are {timed[8]:.1f} times by the clock"
+    f"Three lines over B. Dotted, B itself. At 8 rows, tokens per second should be {counted[8]:.1f} times those of one "
+    f"row by the bytes counted (dashed), and are {timed[8]:.1f} times by the clock (solid)"
     + (f"; at {top} rows {counted[top]:.1f} and {timed[top]:.1f}." if top > 8 else ".")
     + " Bars hold the middle half of all passes.",
 )
@@ -560,14 +567,18 @@ figure = Figure(figsize=(7.6, 3), layout="constrained")
 words = []
 for axes, (label, pairs), at in zip(figure.subplots(1, 2), SWEEPS.items(), (0, 1), strict=True):
     xs, ys = [pair[at] for pair in pairs], [joining(tiny, *pair) for pair in pairs]
-    axes.plot(xs, [(n - 1) * (B - 1) for n, B in pairs], color="0.5")
-    axes.plot(xs, ys, color="black", marker="o", linestyle="")
+    formula = [(n - 1) * (B - 1) for n, B in pairs]
+    axes.plot(xs, formula, color="0.5", label="(n − 1)(B − 1)")
+    axes.plot(xs, ys, color="black", marker="o", linestyle="", label="counted")
     axes.annotate(f"{ys[2]}", (xs[2], ys[2]), textcoords="offset points", xytext=(-26, 4))
     axes.set_xticks(xs)
     axes.set_xlabel(label)
     axes.set_ylabel("pads in that pass")
+    axes.legend(frameon=False, loc="upper left")
     found = ", ".join(f"{x}: {y}" for x, y in zip(xs, ys, strict=True))
-    words.append(f"Pads over {label}: {found}, a straight line.")
+    off = sum(y != expected for y, expected in zip(ys, formula, strict=True))
+    on = f"{off} of {len(ys)} are off" if off else "all are on"
+    words.append(f"Pads over {label}: {found}; {on} the straight line (n − 1)(B − 1).")
 lab.show(figure, " ".join(words))
 
 # %% [markdown]

@@ -10,9 +10,9 @@
 # - write the mask that is block-diagonal and causal, from positions and text numbers alone;
 # - build a step over texts of unequal length, and the loop around it, without a single pad;
 # - prove that nothing leaks from one text into another, to the last bit;
-# - predict from two formulas what a dense mask costs, and say from which size of context on it loses.
+# - predict from two formulas what a dense mask costs, and say at what context size it starts to lose.
 #
-# **Prerequisites:** lessons 04 (KV cache), 05 (chunked prefill) and 06 (padded batch). **Minutes:** about 90, of which
+# **Prerequisites:** lessons 04 (KV cache), 05 (chunked prefill) and 06 (padded batch). **Minutes:** about 100, of which
 # the machine works for a few. **Hardware:** any CPU; the real model needs about 1 GB of memory.
 #
 # **The one change:** the tokens of a step lose their batch axis. The rectangle `[B, T]` becomes one line `[T]` that
@@ -153,9 +153,10 @@ lab.predict("07.break_even", None)
 #
 # ### 1. Who may look at whom
 #
-# The rule above, for whole tensors of positions at once. `q_seq` and `k_seq` are the text numbers; without them there
-# is only one text. The package's own function of this name is used in **every** stage, so yours must do what it does
-# for a rectangle too, where `q_pos` is `[B, T]`.
+# The rule above, for whole tensors of positions at once. `q_seq` and `k_seq` are the text numbers, the row `text` of
+# the drawing: code says `seq`, for sequence. Without them there is only one text. The package's own function of this
+# name is used in **every** stage, so yours must do what it does for a rectangle too, where `q_pos` is `[B, T]` and
+# `k_pos` is `[S]`: the result is `[B, T, S]`.
 
 
 # %% task="07.visible"
@@ -212,7 +213,7 @@ lab.show_masks(
     WORDS,
     WORDS,
     f"Two masks of 7 queries by 7 keys. One text: a staircase, {int(one.sum())} cells visible. Three texts: three "
-    f"small staircases along the diagonal, {int(three.sum())} cells visible.",
+    f"small staircases along the diagonal, {int(three.sum())} cells visible; {int((one != three).sum())} crossed out.",
 )
 
 # %% [markdown]
@@ -341,8 +342,9 @@ lab.show_masks(
 # ### 4. One step
 #
 # Now put the three together. The model takes tokens, positions and a function `attend(layer, q, k, v)`, which it calls
-# in every layer with `q [T, H, D]` and `k`, `v [T, Hkv, D]`, already rotated. Yours has two lines: write the new K and
-# V into their slots, then attend over everything that may be read. The memory is the package's `KVPool`:
+# in every layer with `q [T, H, D]` and `k`, `v [T, Hkv, D]`, already rotated. It must return `[T, H, D]`, as
+# `attention.sdpa` does. Yours needs a store, a gather and a sum: write the new K and V into their slots, then attend
+# over everything that may be read. The memory is the package's `KVPool`:
 #
 # - `pool.store(layer, slots, k, v)` writes `k`, `v [T, Hkv, D]` into `slots [T]`;
 # - `pool.index(slots)`, made once per step from `slots [S]`, is what `pool.gather(layer, index)` wants; that returns K
@@ -402,14 +404,14 @@ lab.check("07", "step")
 # ### 5. Nothing leaks
 #
 # Three texts on the real model, in one step. Then again, with other words in text 1. If the walls hold, texts 0 and 2
-# must come out **equal to the last bit**, not just close: a hidden score is −∞, its weight is exactly 0, and adding
+# must come out **equal to the last bit**, not just close: a masked score is −∞, its weight is exactly 0, and adding
 # exact zeros changes nothing.
 
 
 # %%
 def logits_of(middle: list[int]) -> Tensor:
     texts = [EXAMPLE[:4], middle, EXAMPLE]
-    pool, slot_of, first = KVPool(model, 32, 1, 1), {}, 0
+    pool, slot_of, first = KVPool(model, 32, 1, 1), {}, 0  # 32 slots; 1, 1: the pool's own table, unused here
     for i, tokens in enumerate(texts):
         slot_of[i] = list(range(first, first + len(tokens)))
         first += len(tokens)
@@ -425,8 +427,10 @@ for i in range(3):
 #
 # Texts come and go; the line holds whoever is there. For each running text the step computes everything that is not
 # computed yet: the whole prompt at first, then one token. Whoever has all its new tokens leaves at once, and its slots
-# go back to `free`. Whoever waits comes in as soon as there is a place. `len(slot_of[i])` can serve as the number of
-# computed tokens: in this loop a text has exactly as many slots as tokens in the cache.
+# go back to `free`. Whoever waits comes in as soon as there is a place. `step` looks the slots up, so the loop must put
+# those of the new tokens into `slot_of` before it calls `step`. The last token of a text is sampled but never computed,
+# so it needs no slot. `len(slot_of[i])` can serve as the number of computed tokens: between two steps a text has
+# exactly as many slots as tokens in the cache.
 
 
 # %% task="07.generate"
@@ -437,7 +441,7 @@ def generate(model: Llama, prompts: list[list[int]], n_new: list[int], max_runni
     """
     texts = [list(prompt) for prompt in prompts]
     longest = max(len(prompt) + n - 1 for prompt, n in zip(prompts, n_new, strict=True))  # the last is not fed back
-    pool = KVPool(model, max_running * longest, 1, 1)
+    pool = KVPool(model, max_running * longest, 1, 1)  # 1, 1: the pool's own table, unused here
     free = list(range(max_running * longest))  # slots that nobody holds
     slot_of: dict[int, list[int]] = {}  # of the running texts
     ### BEGIN SOLUTION
@@ -713,8 +717,9 @@ for name, formula, marker, line in (("dense", scores_dense, "o", "-"), ("gather"
     right.annotate(name, (S[-1], middle[-1]), (6, 0), textcoords="offset points", va="center")
 if S[-1] > break_even:
     right.axvline(break_even, color="0.6", linestyle=":")
-    words = f"S = {break_even:,}: as much\narithmetic as the Linears "
-    right.text(break_even, 0.97, words, transform=right.get_xaxis_transform(), ha="right", va="top", fontsize=8)
+    words = f"S = {break_even:,}: as much\narithmetic as the Linears"
+    where = dict(xycoords=right.get_xaxis_transform(), textcoords="offset points", ha="right", va="top", fontsize=8)
+    right.annotate(words, (break_even, 0.97), (-5, 0), **where)
 for axes, what in ((left, "scores per layer and head"), (right, "ms per step, median and range")):
     axes.set(xscale="log", xlabel="S: context positions of all eight texts", ylabel=what)
     axes.set_xlim(S[0] / 1.3, S[-1] * 2)
@@ -724,12 +729,14 @@ left.set_yscale("log")
 right.set_ylim(bottom=0)
 off = sum(counted["dense", size] != scores_dense([1] * 8, [size] * 8) for size in sizes)
 ratio = {size: median(timed["dense", size]) / median(timed["gather", size]) for size in sizes}
+ms = [f"{median(timed['dense', n]):.1f} and {median(timed['gather', n]):.1f} at S = {8 * n:,}" for n in sizes]
 lab.show(
     figure,
     f"Eight texts get one token each. Scores: the dense mask computes {counted['dense', sizes[0]]:,} at S = {S[0]:,} "
     f"and {counted['dense', sizes[-1]]:,} at S = {S[-1]:,}, eight times what gather does; {off} counted points are off "
-    f"the line. Time: dense takes {ratio[sizes[0]]:.2f} times as long as gather at S = {S[0]:,}, and "
-    f"{ratio[sizes[-1]]:.2f} times at S = {S[-1]:,}.",
+    f"the line. Time, dense and gather, median in ms: {'; '.join(ms)}. Dense takes "
+    f"{ratio[sizes[0]]:.2f} times as long as gather at S = {S[0]:,}, and {ratio[sizes[-1]]:.2f} times at S = {S[-1]:,}."
+    + (f" A dotted line at S = {break_even:,}: as much arithmetic as the Linears." if S[-1] > break_even else ""),
 )
 
 # %% [markdown]
@@ -756,12 +763,14 @@ def visible(q_pos, k_pos, q_seq=None, k_seq=None):  # noqa: F811
     return yours(q_pos, k_pos)  # the text numbers are dropped
 
 
-lab.check("07", "visible", "step")
-undo = lab.use(from_namespace({"visible": visible}))
 try:
-    leaky = run(model, "ragged", jobs[:3]).outputs
+    lab.check("07", "visible", "step")
+    undo = lab.use(from_namespace({"visible": visible}))
+    try:
+        leaky = run(model, "ragged", jobs[:3]).outputs
+    finally:
+        undo()
 finally:
-    undo()
     visible = yours
 changed = sum(a != b for a, b in zip(leaky, clean, strict=True))
 print(f"\ntexts that come out differently in the engine: {changed} of {len(clean)}")
@@ -801,8 +810,8 @@ print("text 0, leaky:", repr(tokenizer.decode(leaky[0])))
 #
 # - Yu et al. 2022, *Orca: A Distributed Serving System for Transformer-Based Generative Models*. Read "selective
 #   batching": all operations but attention work on one line of tokens, as here.
-# - *Continuous batching from first principles* (Hugging Face, 2025). Read the section on ragged batching for its
-#   drawings of the mask; it has the example with the seven tokens.
+# - [*Continuous batching from first principles*](https://huggingface.co/blog/continuous_batching) (Hugging Face, 2025).
+#   Read the section on ragged batching for its drawings of the mask; it has the example with the seven tokens.
 # - Krell et al. 2021, [*Efficient Sequence Packing without Cross-contamination*](https://arxiv.org/abs/2107.02027).
 #   The same mask in training: read why packing needs positions that restart.
 # - Dao 2023, [*FlashAttention-2*](https://arxiv.org/abs/2307.08691). Read it for how a kernel skips blocks that the

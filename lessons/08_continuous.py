@@ -14,7 +14,7 @@
 # - *write* the loop of a continuous engine, and *prove* that every request gets the text it would get alone.
 #
 # **Prerequisites:** lessons 04 to 07: K and V that are kept, chunks of a prompt, pads, and `pack` with its flat run of
-# tokens. **Minutes:** about 100, of which the machine needs about 5. **Hardware:** two CPU cores are enough.
+# tokens. **Minutes:** about 115, of which the machine needs about 5. **Hardware:** two CPU cores are enough.
 #
 # **The one change:** in lesson 07 every request in the batch computed all of its pending tokens in each step. Now a
 # *scheduler* decides, step by step, who computes how many, under a budget of tokens. In the package this is
@@ -633,22 +633,26 @@ for shift, values, shade, hatch, label in (
 ):
     at = [x + shift for x in range(2)]
     bars = left.bar(at, values, 0.38, color=shade, hatch=hatch, edgecolor="black", label=label)
-    left.bar_label(bars, fontsize=9)
+    left.bar_label(bars, fmt="{:,.0f}", fontsize=9)
 timed = right.bar(range(2), middle, 0.5, yerr=spread, capsize=6, color="0.75", edgecolor="black")
 right.bar_label(timed, fmt="%.2f s", fontsize=9, label_type="center")
-for axes, title, unit in ((left, "Predicted and counted", "steps until the last token"), (right, "Timed", "seconds")):
+for axes, title, unit in (
+    (left, "Predicted and counted", "steps until the last token"),
+    (right, "Timed: median, fastest and slowest", "seconds"),
+):
     axes.set_xticks(range(2), PAIR)
     axes.set_ylabel(unit)
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
 left.set_ylim(0, 1.3 * max(steps_said))
+left.yaxis.set_major_formatter("{x:,.0f}")
 left.legend(frameon=False, loc="upper right")
 lab.show(
     figure,
-    f"Two bar charts of {N} requests on {SLOTS} slots. Left, steps: static {steps_said[0]} predicted and "
-    f"{steps_counted[0]} counted, continuous {steps_said[1]} predicted and {steps_counted[1]} counted, a ratio of "
-    f"{steps_counted[0] / steps_counted[1]:.2f}. Right, seconds: static {middle[0]:.2f}, continuous {middle[1]:.2f}, "
-    f"a ratio of {middle[0] / middle[1]:.2f}.",
+    f"Two bar charts of {N} requests on {SLOTS} slots. Left, steps: static {steps_said[0]:,} predicted and "
+    f"{steps_counted[0]:,} counted, continuous {steps_said[1]:,} predicted and {steps_counted[1]:,} counted, a ratio "
+    f"of {steps_counted[0] / steps_counted[1]:.2f}. Right, seconds: static {middle[0]:.2f}, continuous "
+    f"{middle[1]:.2f}, a ratio of {middle[0] / middle[1]:.2f}.",
 )
 
 # %% [markdown]

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -43,9 +43,11 @@ from minillm.terminal import Panels, complain, err, heading, one_line, out, rema
 if TYPE_CHECKING:
     from minillm.params import SamplingParams
     from minillm.request import Event, Request
+    from minillm.slots import Slots
 
 MOST_RUNNING = 32  # sequences in one step, unless told otherwise
 BUDGET = 512  # tokens in one step, unless told otherwise
+BLOCK = 16  # tokens in a block of KV memory, unless told otherwise
 UsageError: Any = typer.BadParameter.__mro__[1]  # what typer raises for wrong options, under a private name
 
 
@@ -200,7 +202,7 @@ def generate(
     ] = None,
     block: Annotated[
         int | None,
-        typer.Option(help="Tokens in a block of it.  [dim]\\[default: 16][/]", rich_help_panel=RUNNING),
+        typer.Option(help=f"Tokens in a block of it.  [dim]\\[default: {BLOCK}][/]", rich_help_panel=RUNNING),
     ] = None,
     model: Model = DEFAULT_MODEL,
     device: Device = "auto",
@@ -223,6 +225,8 @@ def generate(
     from minillm.draws import fresh_seed
     from minillm.params import SamplingParams
 
+    if samples > 1 and temperature == 0:
+        raise InputError(f"--samples {samples} texts would all be the same at temperature 0; add --temperature 1")
     if samples > 1 and seed is None:
         seed = fresh_seed()  # the samples of a prompt share it, and differ by their number
     params = SamplingParams(
@@ -246,22 +250,18 @@ def generate(
         stage, len(texts) * samples, max_running=max_running, budget=budget, n_slots=kv_slots, block=block
     )
     loader = Loader(model, device, dtype)
+    slots = planned_slots(limits, loader.config.context)
     requests = []
     for i, text in enumerate(texts, 1):
         try:
             requests += [loader.request(text, chat, params, sample) for sample in range(samples)]
+            slots.check(requests[-1])
         except InputError as error:
             which = f'prompt {i} of {len(texts)} "{one_line(text, 40)}": ' if len(texts) > 1 else ""
             raise InputError(f"{which}{error}") from error
 
-    if "block" in known_limits(stage):  # before the weights are loaded
-        from minillm.slots import BlockSlots
-
-        longest = max(request.most_slots for request in requests)
-        slots = BlockSlots(limits["max_running"], longest, kv_slots, 16 if block is None else block)
-        for request in requests:
-            slots.check(request)
-    texts = [text for text in texts for _ in range(samples)]
+    if samples > 1:
+        texts = [f"{text} (sample {sample})" for text in texts for sample in range(1, samples + 1)]
     llama = loader.load()
     from minillm.stages import STAGES
 
@@ -309,27 +309,37 @@ def read_prompts(path: str) -> list[str]:
 OPTIONS = {"max_running": "--max-running", "budget": "--budget", "n_slots": "--kv-slots", "block": "--block"}
 
 
-def known_limits(name: str) -> Collection[str]:
-    """Of a stage. Raises InputError if there is none of that name."""
+def stage_limits(name: str, n_texts: int, **given: int | None) -> dict[str, int]:
+    """The limits to hand to a stage. Raises InputError for an unknown stage, or a limit it does not know."""
     import inspect
 
     from minillm.stages import STAGES
 
     if name not in STAGES:
         raise InputError(f"stage {name!r} is not known; use one of {', '.join(STAGES)}")
-    return inspect.signature(STAGES[name]).parameters
-
-
-def stage_limits(name: str, n_texts: int, **given: int | None) -> dict[str, int]:
-    """The limits to hand to a stage. Raises InputError for an unknown stage, or a limit it does not know."""
-    known = known_limits(name)
+    known = inspect.signature(STAGES[name]).parameters
     limits = {limit: value for limit, value in given.items() if value is not None}
     for limit in limits:
         if limit not in known:
             raise InputError(f"stage {name!r} has no limit {OPTIONS[limit]}; leave it out")
-    limits = {"max_running": MOST_RUNNING, "budget": BUDGET} | limits
+    limits = {"max_running": MOST_RUNNING, "budget": BUDGET, "block": BLOCK} | limits
     limits["max_running"] = min(limits["max_running"], n_texts)
     return {limit: value for limit, value in limits.items() if limit in known}
+
+
+def planned_slots(limits: Mapping[str, int], context: int) -> "Slots":
+    """The KV memory that a stage will make from its limits: whether all can work is seen before the weights are
+    loaded. Raises InputError."""
+    from minillm.scheduler import Scheduler
+    from minillm.slots import BlockSlots, RegionSlots
+
+    max_running = limits.get("max_running", 1)
+    slots: Slots = RegionSlots(max_running, context)
+    if "block" in limits:
+        slots = BlockSlots(max_running, context, limits.get("n_slots"), limits["block"])
+    if "budget" in limits:
+        Scheduler(slots, max_running, limits["budget"])
+    return slots
 
 
 class Loader:
@@ -496,7 +506,7 @@ cli_measure.add_to(app)
 
 @app.command(rich_help_panel="Learn")
 def check(
-    lesson: Annotated[str, typer.Argument(help="Its number: 00 to 08.", show_default=False)],
+    lesson: Annotated[str, typer.Argument(help="Its number: 00 to 10.", show_default=False)],
     impl: Annotated[
         Path | None,
         typer.Option(help="A notebook or Python file.  [dim]\\[default: the lesson's notebook in the folder][/]"),

@@ -226,6 +226,14 @@ def memory(
     chunks: Annotated[
         str, typer.Option(help="Most tokens at a time, each measured; the whole prompt at once always is.")
     ] = "64,128,256,512,1024",
+    blocks: Annotated[
+        str, typer.Option(help="Sizes of blocks, in tokens, each counted against regions.")
+    ] = "1,4,16,64",
+    requests: Annotated[int, typer.Option(help="Requests that blocks and regions are counted on.")] = 600,
+    served: Annotated[
+        int, typer.Option(help="Requests that the model serves in regions and in blocks of 16; 0: none.")
+    ] = 128,
+    rounds: Annotated[int, typer.Option(help="How often it serves them.")] = 2,
     json_path: JsonPath = None,
     plot_path: PlotPath = None,
     model: Model = DEFAULT_MODEL,
@@ -234,15 +242,89 @@ def memory(
 ) -> int:
     """KV memory over time, reserved and used, for every stage; activations against the size of a chunk.
 
+    Then the same memory in regions and in blocks: what is wasted, and how many
+    requests run at once. First counted without a model, then served by it.
+
     [bold]Examples[/]
     $ minillm bench memory --plot memory.png
     $ minillm bench memory --stages padded,continuous --chunks 128,512
+    $ minillm bench memory --blocks 8,16,32 --served 0
     """
+    from minillm.bench.fragmentation import Plan
     from minillm.bench.memory import run_command
 
+    plan = Plan(sizes=tuple(integers("--blocks", blocks)), requests=requests, served=served, rounds=rounds)
     return run_command(
-        model, device, dtype, json_path, plot_path, out, split(stages), prompt, integers("--chunks", chunks)
+        model, device, dtype, json_path, plot_path, out, split(stages), prompt, integers("--chunks", chunks), plan
     )
+
+
+@bench_app.command()
+def sharing(
+    samples: Annotated[int, typer.Option(help="Samples of one prompt.")] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of that prompt.")] = 512,
+    system: Annotated[int, typer.Option(help="Tokens of the system prompt before each question.")] = 1000,
+    questions: Annotated[int, typer.Option(help="Questions that follow it, one after the other.")] = 6,
+    turns: Annotated[int, typer.Option(help="Turns of the chat, at most 8.")] = 5,
+    distinct: Annotated[int, typer.Option(help="Prompts that share nothing.")] = 24,
+    block: Annotated[int, typer.Option(help="Size of a block, in tokens.")] = 16,
+    rounds: Annotated[int, typer.Option(help="How often each is run, shared and not shared.")] = 3,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Blocks found by what is in them: memory held together, and prompt tokens that nobody computes again.
+
+    Several samples of one prompt, a system prompt before many questions, a chat,
+    and prompts that share nothing, each with and without sharing.
+
+    [bold]Examples[/]
+    $ minillm bench sharing --plot sharing.png
+    $ minillm bench sharing --samples 4 --system 2000 --rounds 1
+    """
+    from minillm.bench.sharing import Plan
+    from minillm.bench.sharing_report import run_command
+
+    plan = Plan(
+        samples=samples,
+        prompt=prompt,
+        system=system,
+        questions=questions,
+        turns=turns,
+        distinct=distinct,
+        block=block,
+        rounds=rounds,
+    )
+    return run_command(plan, model, device, dtype, json_path, plot_path, out)
+
+
+@bench_app.command()
+def scheduler(
+    running: Annotated[int, typer.Option(help="Requests that run at once.")] = 256,
+    waiting: Annotated[int, typer.Option(help="Requests that wait while the model runs.")] = 10_000,
+    steps: Annotated[int, typer.Option(help="Steps timed without the model, for each length of queue.")] = 200,
+    real: Annotated[int, typer.Option(help="Steps timed with it; 0: none.")] = 5,
+    requests: Annotated[int, typer.Option(help="Requests that each policy serves.")] = 4_000,
+    seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
+    json_path: JsonPath = None,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """What planning a step costs, with queues of up to 100,000 requests; and who waits how long under each policy.
+
+    The policies are counted in steps, without a model: the same on every machine.
+
+    [bold]Examples[/]
+    $ minillm bench scheduler
+    $ minillm bench scheduler --running 32 --real 20
+    """
+    from minillm.bench.scheduling import Plan, run_command
+
+    plan = Plan(running=running, waiting=waiting, steps=steps, real=real, requests=requests, seed=seed)
+    return run_command(plan, model, device, dtype, json_path, out)
 
 
 def integers(option: str, text: str) -> list[int]:

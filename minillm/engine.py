@@ -124,18 +124,23 @@ class Engine:
 
     def submit(self, *requests: Request) -> None:
         """Queues a request made by `make_request`, or several that are samples of the same prompt."""
+        if any(request.prompt != requests[0].prompt for request in requests):
+            raise InputError("requests with different prompts were submitted as samples of one; submit each alone")
         for request in requests:
             self.scheduler.slots.check(request)
-            if request.id in self._requests or request.finish_reason is not None:
+            if request.submitted or requests.count(request) > 1:
                 raise InputError(f"request {request.id} was submitted before; make a new one for each text")
-        self._requests |= {request.id: request for request in requests}
-        together = self.scheduler.max_running if self.scheduler.slots.shares else 1
-        for i in range(0, len(requests), together):
-            leader, *others = requests[i : i + together]
-            leader.samples = others
+        for request in requests:
+            self._requests[request.id] = request
+            request.submitted = True
+        if self.scheduler.slots.shares:  # the first computes the prompt, and the others wait for it
+            first, *others = requests
+            first.samples = others
             for other in others:
-                other.leader = leader
-            self.scheduler.waiting.add(leader)
+                other.leader = first
+            requests = (first,)
+        for request in requests:
+            self.scheduler.waiting.add(request)
 
     def step(self) -> list[Event]:
         """One forward pass over whatever the scheduler chose; an event for each token sampled.
@@ -190,12 +195,14 @@ class Engine:
             raise InputError(f"n is {n!r}; it must be a whole number from 1 to {MOST_SAMPLES}")
         if params.seed is None:
             params = replace(params, seed=fresh_seed())  # one for all n: they differ by their index
-        return [
-            make_request(
-                prompt, params, self.model.config, self.tokenizer, self.max_len, sample_index=i, priority=priority
+        requests: list[Request] = []
+        for i in range(n):
+            ids = requests[0].prompt if requests else prompt  # a text is encoded once
+            config, tokenizer = self.model.config, self.tokenizer
+            requests.append(
+                make_request(ids, params, config, tokenizer, self.max_len, sample_index=i, priority=priority)
             )
-            for i in range(n)
-        ]
+        return requests
 
     def _make_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, n: int = 1
@@ -215,11 +222,13 @@ class Engine:
         try:
             for group in groups:
                 self.submit(*group)
-            while any(r.finish_reason is None for r in mine) or any(e.request in mine for e in self._inbox):
+            unfinished = set(mine)
+            while unfinished or any(e.request in mine for e in self._inbox):
                 events = self.step()
                 self._inbox += [event for event in events if event.request not in mine]
                 # asked anew for each: the reader may abort another request between two events of one step
                 yield from (e for e in events if e.request in mine and e.request.finish_reason != "abort")
+                unfinished = {request for request in unfinished if request.finish_reason is None}
         finally:
             for request in mine:
                 self.abort(request.id)

@@ -9,5 +9,12 @@ class InputError(ValueError):
     """
 
 
+def whole_number(name: str, value: object, least: int) -> int:
+    """The value, if it is an int of at least that much. Raises InputError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    return value
+
+
 class WeightsError(InputError):
     """A checkpoint folder cannot be loaded as it is; the message starts with the path."""

@@ -1,8 +1,10 @@
-"""Who joins next when there is room: one function for each policy, and the bound that makes every one of them fair.
+"""Who joins next when there is room, and who gives way when there is none: one function for each policy, and the bound
+that makes every one of them fair.
 
 A policy says how much of the head start a request gets, from 0 to 1. The turn of the k-th request to arrive is then
-k minus that share of `PATIENCE`, and the smallest turn is served first. Whoever comes `PATIENCE` or more requests
-later can never pass, whatever the policy likes: nobody waits for ever.
+k minus that share of `PATIENCE`; the smallest turn is served first, and of the running the greatest gives way. Whoever
+comes `PATIENCE` or more requests later can never pass, whatever the policy likes: nobody waits for ever. All samples
+of one prompt have one turn.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ def priority(request: Request) -> float:
 
 def shortest_prompt(request: Request) -> float:
     """Short prompts pass long ones: the mean wait falls, and the long ones pay for it."""
-    return 64 / (64 + len(request.prompt))
+    return 1 / (1 + len(request.prompt) / 64)  # 1/2 at 64 tokens, 1/17 at 1,024
 
 
 POLICIES: dict[str, Policy] = {"first-come": first_come, "priority": priority, "shortest-prompt": shortest_prompt}

@@ -72,6 +72,7 @@ class Request:
         self.blocks: list[int] = []  # the same in blocks, where there are any
         self.entered = 0  # positions whose slots the pool's table knows
         self.moves: list[tuple[int, int]] = []  # what is to be copied before the next step: from slot, to slot
+        self.submitted = False  # to an engine: a request is served once
         self.turn = (0.0, 0)  # given in the queue: the smallest is served first; of equal ones, who arrived first
         self.preemptions = 0  # times it lost its memory and had to begin again
         self.leader: Request | None = None  # whose prompt it waits for, as another sample of it

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from minillm.errors import InputError
+from minillm.errors import InputError, whole_number
 from minillm.policies import Policy, Queue, first_come
 from minillm.request import Event, Request
-from minillm.slots import SharedSlots, Slots
+from minillm.slots import Slots
 
 Plan = list[tuple[Request, int]]  # (request, new tokens)
 
@@ -16,16 +16,16 @@ class Scheduler:
 
     Each step, every request that needs one token gets it; then prompts half computed go on; then waiting requests
     join in the order of the policy, while there are slots. The last one is cut to what is left of the budget. Since
-    the budget covers one token for every running request, nobody starves.
+    the budget covers one token for every running request, no decode ever waits.
 
-    If a running request finds no slots, the newest running one gives up its memory and waits again, to be computed
-    anew (recomputation: PagedAttention, Kwon et al. 2023). The oldest is never sent away, so there is always progress.
+    If a running request finds no slots, the running one whose turn was last gives up its memory and waits again, to be
+    computed anew (recomputation: PagedAttention, Kwon et al. 2023). Under first come, first served that is the newest.
+    The one whose turn was first is never sent away, so there is always progress.
     """
 
     def __init__(self, slots: Slots, max_running: int, budget: int, policy: Policy = first_come):
-        if max_running < 1:
-            raise InputError(f"max_running is {max_running}; it must be at least 1")
-        if budget < max_running:
+        whole_number("max_running", max_running, 1)
+        if whole_number("the token budget", budget, 1) < max_running:
             raise InputError(f"the token budget is {budget}; it must be at least max_running, {max_running}")
         self.slots, self.max_running, self.budget = slots, max_running, budget
         self.waiting = Queue(policy)
@@ -48,7 +48,8 @@ class Scheduler:
                     left -= n
                     break
                 left += plan.pop(self._preempt(), 0)  # it may stand in the plan already
-        while self.waiting and left and self._fits(request := self.waiting.first()):
+        while self.waiting and left and len(self.running) < self.max_running:
+            request = self.waiting.first()
             request.computed = self.slots.find(request)
             n = min(request.pending, left)
             if not self.slots.can_reserve(request, n):
@@ -59,6 +60,7 @@ class Scheduler:
             self.running.append(request)
             plan[request] = n
             left -= n
+        self._make_room_for_samples(plan)
         return list(plan.items())
 
     def update(self, plan: Plan, sampled: Mapping[Request, tuple[int, dict[int, float] | None]]) -> list[Event]:
@@ -70,8 +72,8 @@ class Scheduler:
             request.computed += n
             self.slots.stored(request)
             if request in sampled:
-                for one in [request, *self._begin_samples(request)]:
-                    events.append(one.accept(*sampled[one]))
+                together = [request, *self._begin_samples(request)]
+                events += [one.accept(*sampled[one]) for one in together]
         self._drop_finished()
         return events
 
@@ -81,22 +83,18 @@ class Scheduler:
             return None
         if request.leader is not None:
             request.leader.samples.remove(request)
-        elif request.samples:
-            self._hand_over(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         elif request not in self.running:
             return None
+        if request.samples:
+            self._hand_over(request)
         event = request.end("abort")
         self._drop_finished()
         return event
 
-    def _fits(self, request: Request) -> bool:
-        """Every sample of a prompt needs a row once the prompt is computed, so it counts from the beginning."""
-        return sum(1 + len(r.samples) for r in (*self.running, request)) <= self.max_running
-
     def _preempt(self) -> Request:
-        """The newest running request gives up its memory; its tokens stay, and are computed again."""
+        """The running request whose turn was last gives up its memory; its tokens stay, and are computed again."""
         request = max(self.running, key=lambda r: (r.turn, r.id))
         self.running.remove(request)
         self.slots.release(request)
@@ -106,31 +104,36 @@ class Scheduler:
         self.waiting.put_back(request)
         return request
 
+    def _make_room_for_samples(self, plan: Mapping[Request, int]) -> None:
+        """Of prompts that this step completes, as many samples as there are rows will begin with it. The rest are next
+        in the queue, and will find the prompt's full blocks there."""
+        room = self.max_running - len(self.running)
+        for request, n in plan.items():
+            if n == request.pending:
+                request.samples, rest = request.samples[:room], request.samples[room:]
+                room -= len(request.samples)
+                for one in rest:
+                    one.leader, one.turn = None, request.turn
+                    self.waiting.put_back(one)
+
     def _begin_samples(self, request: Request) -> list[Request]:
-        """The prompt is computed: its other samples run from here on by themselves."""
+        """The prompt is computed: its other samples begin as forks of it, and go by themselves from here on."""
         begun, request.samples = request.samples, []
         for one in begun:
-            assert isinstance(self.slots, SharedSlots)
             self.slots.fork(request, one)
             one.leader, one.turn = None, request.turn
             self.running.append(one)
         return begun
 
     def _hand_over(self, request: Request) -> None:
-        """Ends a prompt that other samples wait for: the first of them takes its place."""
+        """Of a request that ends before its prompt is computed, while other samples wait for it: the first of them
+        takes its turn."""
         heir, *others = request.samples
         heir.leader, heir.samples, heir.turn = None, others, request.turn
         for other in others:
             other.leader = heir
         request.samples = []
-        if request in self.waiting:
-            self.waiting.remove(request)
-            self.waiting.put_back(heir)
-        else:
-            assert isinstance(self.slots, SharedSlots)
-            self.slots.fork(request, heir)
-            self.running[self.running.index(request)] = heir
-            self.slots.release(request)
+        self.waiting.put_back(heir)
 
     def _drop_finished(self) -> None:
         for request in self.running:

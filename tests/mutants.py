@@ -19,7 +19,7 @@ from wrong import Mutant  # noqa: E402
 
 from minillm.lab.build import LESSONS  # noqa: E402
 from minillm.lab.checking import Report, run_checks  # noqa: E402
-from minillm.lab.work import Work, cells_of, from_cells  # noqa: E402
+from minillm.lab.work import Work, cells_of, defined, from_cells  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class Outcome:
     mutant: Mutant
     caught_by: list[str]  # properties that do not hold, as "function: sentence"
     said: bool  # whether one of their messages has the intended words
+    blamed: list[str]  # right functions that were called wrong for what it did
+    report: str
 
     @property
     def survived(self) -> bool:
-        return not self.caught_by or not self.said
+        return not self.caught_by or not self.said or bool(self.blamed)
 
 
 def lessons() -> list[str]:
@@ -63,11 +65,15 @@ def mutated(lesson: str, mutant: Mutant) -> Work:
 def outcome(lesson: str, mutant: Mutant) -> Outcome:
     report: Report = run_checks(lesson, mutated(lesson, mutant))
     wrong = [finding for finding in report.findings if finding.wrong is not None]
+    own = defined(mutant.code)
+    others = [finding.prop.function for finding in wrong if finding.prop.uses and not finding.waits]
     return Outcome(
         lesson,
         mutant,
         [f"{finding.prop.function}: {finding.prop.says}" for finding in wrong],
         any(mutant.words in (finding.wrong or "") for finding in wrong),
+        [function for function in others if function not in own],
+        report.text(),
     )
 
 
@@ -85,6 +91,8 @@ def main() -> int:
         caught = one.caught_by[0] if one.caught_by else "SURVIVED"
         if one.caught_by and not one.said:
             caught = f"SURVIVED: caught, but nothing says {one.mutant.words!r}"
+        elif one.blamed:
+            caught = f"SURVIVED: caught, but {', '.join(one.blamed)} blamed for it"
         table.add_row(one.lesson, one.mutant.name, caught, str(len(one.caught_by)))
     Console(width=150).print(table)
     survivors = sum(one.survived for one in outcomes)

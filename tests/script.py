@@ -11,6 +11,7 @@ import torch
 from conftest import TINY
 from torch import Tensor
 
+from minillm import policies
 from minillm.attention import Attend
 from minillm.batch import Batch
 from minillm.cache import CachedAttend, KVPool
@@ -18,7 +19,8 @@ from minillm.engine import Engine
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, make_request
 from minillm.scheduler import Plan, Scheduler
-from minillm.slots import BlockSlots, RegionSlots, SharedSlots, Slots
+from minillm.sharing import SharedSlots
+from minillm.slots import BlockSlots, RegionSlots, Slots
 from minillm.stages import naive
 
 NAN = float("nan")
@@ -122,11 +124,19 @@ class CheckedEngine(PoisonedEngine):
     def __init__(self, *args: Any, **limits: Any):
         super().__init__(*args, **limits)
         schedule, attend = self.scheduler.schedule, self.attend
+        self.plans: list[Plan] = []
 
         def checked_schedule() -> Plan:
+            before, queue = list(self.scheduler.running), set(self.scheduler.waiting)
             plan = schedule()
             check_invariants(self.scheduler, plan)
             assert plan or not self.scheduler.busy, "it hangs"
+            for newcomer in self.scheduler.running:
+                if newcomer not in before:  # turn: when it is served, and as which it arrived
+                    passed = [one for one in self.scheduler.waiting if one in queue]  # not samples without a row
+                    most = [one.turn[1] + policies.PATIENCE for one in passed]
+                    assert newcomer.turn[1] < min(most, default=float("inf")), "someone was passed once too often"
+            self.plans.append(plan)
             return plan
 
         def checked_attend(pool: KVPool, batch: Batch) -> Attend:
@@ -171,10 +181,10 @@ def check_invariants(scheduler: Scheduler, plan: Plan = ()) -> None:
     # the plan: within the budget, nobody twice, nobody for nothing, nobody who does not run
     assert len(counts) == len(plan) <= scheduler.max_running and sum(counts.values()) <= scheduler.budget
     assert all(request in running and 0 < n <= request.pending for request, n in plan)
-    # rows: one for each who runs, and one kept for each sample of its prompt
+    # rows: one for each who runs
     rows = [request.row for request in running]
     assert sorted([*slots.free_rows, *rows]) == list(range(len(rows) + len(slots.free_rows)))
-    assert sum(1 + len(request.samples) for request in running) <= scheduler.max_running
+    assert len(running) <= scheduler.max_running
     for request in running:
         kv_len = request.computed + counts.get(request, 0)
         assert request.finish_reason is None and 0 <= request.computed < len(request.tokens)
@@ -207,7 +217,6 @@ def check_blocks(slots: BlockSlots, running: Sequence[Request], counts: Mapping[
     referenced = set(tables)
     assert len(slots.free) + len(referenced) == total and not referenced & set(slots.free)
     assert all(0 <= block < total for block in (*referenced, *slots.free))
-    assert set(slots.holders) == set(running)
     shared = isinstance(slots, SharedSlots)
     assert shared or len(tables) == len(referenced)
     for request in running:
@@ -230,7 +239,7 @@ def check_blocks(slots: BlockSlots, running: Sequence[Request], counts: Mapping[
         for i, entry in enumerate(chain):
             assert list(entry.tokens) == request.tokens[i * size : (i + 1) * size]
             assert entry.parent is (chain[i - 1] if i else None)
-            assert request.blocks[i] not in slots.entry_of or slots.entry_of[request.blocks[i]] is entry
+            assert entry.block == request.blocks[i] and slots.entry_of[entry.block] is entry
 
 
 def check_table(pool: KVPool, scheduler: Scheduler, batch: Batch | None = None) -> None:
@@ -312,7 +321,7 @@ def assert_drained(engine: Engine) -> None:
     slots = scheduler.slots
     assert sorted(slots.free_rows) == list(range(scheduler.max_running))
     if isinstance(slots, BlockSlots):
-        assert sorted(slots.free) == list(range(slots.n_slots // slots.size)) and not slots.holders
+        assert sorted(slots.free) == list(range(slots.n_slots // slots.size))
     if isinstance(slots, SharedSlots):
         assert not any(slots.owners) and not slots.chains
         assert {entry.key: entry for entry in slots.entry_of.values()} == slots.index

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from minillm import attention
-from minillm.bench import memory
+from minillm.bench import fragmentation, ladder, memory
+from minillm.bench.fragmentation import Plan
 from minillm.bench.harness import Job, Step, run
 from minillm.bench.memory import KEEPING, POINTS, Result, check, measure, of_stage
 from minillm.bench.workload import QUICK, Workload, random_workload
@@ -62,9 +63,11 @@ RESERVED = {
     "dynamic": 2 * (9 + 1),
     "ragged": 2 * 9 + 1,  # two regions, and the scratch slot
     "continuous": 2 * 9 + 1,
+    "paged": 2 * 16 + 1,  # as much as two of the longer one would take: a block of 16 each
+    "shared": 2 * 16 + 1,
 }
 LIVE = {"naive": 0, "cached": 9, "chunked": 9} | dict.fromkeys(
-    ("padded", "dynamic", "ragged", "continuous"), (4 + 1) + (8 + 1)
+    ("padded", "dynamic", "ragged", "continuous", "paged", "shared"), (4 + 1) + (8 + 1)
 )
 
 
@@ -187,7 +190,7 @@ def test_a_system_that_does_not_tell_gets_no_number(tiny: Llama, monkeypatch: py
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"stages": ["paged"]}, "stage 'paged' is not known; use one of naive, "),
+        ({"stages": ["best"]}, "stage 'best' is not known; use one of naive, "),
         ({"prompt": 0}, "prompt is 0; it must be at least 1"),
         ({"prompt": 253}, "prompt is 253 tokens; the model's context is 256, so it may have 252"),
         ({"chunks": [16, 0]}, "chunk is 0; it must be at least 1"),
@@ -207,7 +210,7 @@ def test_bad_input_is_refused_before_the_weights_are_loaded(
     monkeypatch.setattr(memory.Llama, "from_pretrained", loaded)
     for asked, why in (
         ({"prompt": 8190}, "context is 8192"),
-        ({"stages": ["paged"]}, "not known"),
+        ({"stages": ["best"]}, "not known"),
         ({"json_path": tmp_path / "no" / "x.json"}, "there is no folder"),
         ({"plot_path": tmp_path / "x.gif"}, "must end in"),
     ):
@@ -228,6 +231,14 @@ def test_the_tables_fit(result: Result):
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     for stage in KEEPING:
         assert f"\n {stage}" in text and stage in memory.alt_text(result)
+
+
+def test_a_peak_that_falls_has_its_number_below_the_line(result: Result):
+    peaks = [memory.Activation(size, False, peak, 1, None) for size, peak in ((16, 30), (32, 20), (64, 40))]
+    found = dataclasses.replace(result, activations=[dataclasses.replace(a, peak=a.peak * 10**6) for a in peaks])
+    numbers = {text.get_text(): text.xyann[1] for text in memory.plot(found).axes[-1].texts}
+    assert {number: at < 0 for number, at in numbers.items()} == {"30": False, "20": True, "40": False}
+    assert "by size of chunk: 16: 30 MB, 32: 20 MB, 64: 40 MB." in memory.alt_text(found)
 
 
 def test_after_ctrl_c_what_was_measured_is_kept(tiny: Llama, monkeypatch: pytest.MonkeyPatch):
@@ -257,6 +268,46 @@ def test_after_ctrl_c_what_was_measured_is_kept(tiny: Llama, monkeypatch: pytest
         measure(*arguments)
 
 
+# ---- the same memory in blocks
+
+SMALL = Plan(sizes=(1, 4), requests=20, served=8, scale=0.1, block=4, max_running=6, regions=2, rounds=1)
+
+
+def test_blocks_come_last_and_are_told(tiny: Llama):
+    found = measure(tiny, "tiny", work(), silent(), SHORT, ["continuous", "paged"], 60, (16,), SMALL)
+    assert found.blocks and not found.partial and len(found.blocks.counted) == 3 and len(found.blocks.served) == 2
+    console = silent()
+    memory.show(found, console)
+    text = " ".join(written(console).split())
+    assert "The memory of 2 regions in blocks" in text and "The same on the model: 8 such requests" in text
+    assert "Of the K and V memory that continuous holds" in memory.finding(found)  # its regions, not paged's blocks
+    assert fragmentation.finding(found.blocks) in memory.finding(found)
+    assert fragmentation.finding(found.blocks) not in memory.alt_text(found)  # the picture does not show it
+    told = json.loads(json.dumps(memory.as_json(found)))["blocks"]
+    assert [c["memory"] for c in told["counted"]] == ["regions", "blocks of 1", "blocks of 4"]
+    assert told["ratio"] == found.blocks.ratio and told["claims"][1]["target"] == ">= 2 x"
+
+
+def test_ctrl_c_among_the_blocks_keeps_the_rest(tiny: Llama, monkeypatch: pytest.MonkeyPatch):
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    arguments = tiny, "tiny", work(), silent(), SHORT, ["cached"], 60, (16,), SMALL
+    if Path("/proc/self/clear_refs").exists():
+        with monkeypatch.context() as patched:
+            patched.setattr(ladder, "fix_lengths", stopped)
+            found = measure(*arguments)
+        assert found.partial and found.activations and found.blocks is None  # nothing is begun after it
+    monkeypatch.setattr(fragmentation, "serve", stopped)
+    found = measure(*arguments)
+    assert found.partial and len(found.stages) == 1 and found.blocks and not found.blocks.served
+    memory.show(found, silent())
+    monkeypatch.setattr(fragmentation, "count_all", stopped)
+    found = measure(*arguments)
+    assert found.partial and len(found.stages) == 1 and found.blocks is None
+    memory.show(found, silent())
+
+
 def test_the_command_writes_everything(
     real_weights: Path, result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -269,9 +320,10 @@ def test_the_command_writes_everything(
     monkeypatch.setattr(memory, "measure", measured)
     monkeypatch.setattr(memory.Llama, "from_pretrained", lambda *_, **__: Llama.random(TINY))
     out, picture, console = tmp_path / "out.json", tmp_path / "out.png", silent()
-    arguments = str(real_weights), "cpu", "float32", out, picture, console, None, 1000, (16,)
+    plan = Plan(requests=5, served=0)
+    arguments = str(real_weights), "cpu", "float32", out, picture, console, None, 1000, (16,), plan
     assert memory.run_command(*arguments) == 0
-    assert asked[0] == (real_weights.name, "real", (QUICK, None, 1000, (16,)))
+    assert asked[0] == (real_weights.name, "real", (QUICK, None, 1000, (16,), plan))
     found = json.loads(out.read_text("utf-8"))["sections"]["memory"]
     assert found["partial"] is False and found["about"]["machine"]["cores"] and found["about"]["command"]
     assert found["alt_text"] == memory.alt_text(result) and found["finding"] == memory.finding(result)

@@ -104,7 +104,7 @@ def test_a_wrong_text_shows_no_time(tiny: Llama, monkeypatch: pytest.MonkeyPatch
     console = silent()
     prefill.show(found, console)
     assert "8 is void" in " ".join(written(console).split())
-    assert "budget: 8 void; 16 " in prefill.alt_text(found)
+    assert "budget: 8 void; 16: " in prefill.alt_text(found)
     prefill.plot(found)
 
 
@@ -149,6 +149,7 @@ def test_the_tables_fit_and_the_sentence_holds_the_numbers(result: Result):
     whole, cut = result.points[-1], result.points[1]
     for part in (f"{whole.ttft.median:.2f} s", f"{cut.ttft.median:.2f} s", "budget of 16 tokens"):
         assert part in prefill.finding(result)
+    assert f"whole: {whole.gap_longest.median * 1e3:,.0f} ms and {whole.ttft.median:.2f} s" in prefill.alt_text(result)
 
 
 def test_only_one_budget_leaves_nothing_to_compare(tiny: Llama):

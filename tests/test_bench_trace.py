@@ -143,7 +143,7 @@ def test_what_was_stopped_half_way():
     t = make_timeline(done, {}, 1, partial=True)
     assert rows(t) == ["P-", ".P", " ."]
     assert t.waits == [0.0, 1.0, 1.0]
-    assert "partial: stopped by Ctrl-C" in alt_text(t) and "request 3 1.00 s (until the end)" in alt_text(t)
+    assert "partial: stopped by Ctrl-C" in alt_text(t) and "request 3: 1.00 s (until the end)" in alt_text(t)
 
 
 def test_spans_join_all_but_pieces_of_prompts():
@@ -257,7 +257,7 @@ def test_the_alt_text_has_the_numbers(tiny: Llama):
     assert words.startswith("padded: 3 requests in 5 steps, ")
     assert "prefill 9, decode 4, pads 4 (23.5% of all)" in words
     assert "At most 2 requests in one step, and 8 tokens." in words
-    assert "Longest waits: request 3 " in words and "(until step 5)" in words
+    assert "Longest waits: request 3: " in words and "(until step 5)" in words
     assert f"at most {2 * 6 * TOKEN_BYTES / 1e6:.2f} MB reserved, {8 * TOKEN_BYTES / 1e6:.2f} MB in use" in words
 
 
@@ -286,6 +286,15 @@ def test_the_picture_shows_every_kind(tiny: Llama, stage: str, by: str):
     assert [text.get_text() for text in tokens.texts] == (["budget: 4 "] if stage == "continuous" else [])
     hatches = {patch.get_hatch() for patch in figure.legends[0].get_patches()}
     assert len(hatches) == len(shown)  # each kind has its own
+
+
+@pytest.mark.parametrize("new", [20, 150])
+def test_the_tokens_of_a_piece_are_told_where_they_can_be_read(tiny: Llama, new: int):
+    figure = draw(traced(tiny, "continuous", jobs((4, new), (9, 3))), "step", "tiny")
+    numbers, legend = figure.axes[0].texts, [text.get_text() for text in figure.legends[0].get_texts()]
+    assert bool(numbers) == (new == 20) and all(number.get_fontsize() >= 6 for number in numbers)
+    assert ("prefill: a piece of the prompt, and its tokens" in legend) == bool(numbers)
+    assert ("prefill: a piece of the prompt" in legend) == (not numbers)
 
 
 def test_pictures_carry_their_alt_text(tiny: Llama, tmp_path: Path):

@@ -43,7 +43,7 @@ from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["generate", "chat", "ladder", "simulate", "trace", "bench", "weights", "doctor"]
-EXPERIMENTS = ["queue", "prefill", "memory"]
+EXPERIMENTS = ["queue", "prefill", "memory", "sharing"]
 NAME = "smollm2-135m-instruct"  # what a command uses when no model is named
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -201,6 +201,8 @@ def test_help_needs_no_manual() -> None:
         (["hi", "--stage", "paged", "--block", "0"], ["block size is 0"]),
         (["hi", "--stage", "shared", "--kv-slots", "16"], ["256 KV slots", "there are 16"]),
         (["hi", "--samples", "0"], ["--samples"]),
+        (["hi", "--samples", "2"], ["--samples 2", "--temperature 1"]),
+        (["hi", "ho", "--budget", "1"], ["budget is 1", "max_running, 2"]),
         (["hi", "--max-running", "0"], ["--max-running"]),
         (["hi", "--device", "tpu"], ["device 'tpu'", "cpu"]),
         (["hi", "--dtype", "int8"], ["dtype 'int8'", "float32"]),
@@ -341,11 +343,12 @@ def test_samples_of_a_prompt_differ_and_come_again_with_the_seed_that_is_told(fo
         return run("generate", "Once", "Twice", *tiny_args(folder, *options, *more))
 
     first = draw()
-    made = re.findall(r"^=== (\d) of 6: (Once|Twice)\n(.*?)\n\n(?==== |\Z)", first.stdout, flags=re.M | re.S)
-    assert [(number, prompt) for number, prompt, _ in made] == [
-        (str(i + 1), "Once" if i < 3 else "Twice") for i in range(6)
+    pattern = r"^=== (\d) of 6: (Once|Twice) \(sample (\d)\)\n(.*?)\n\n(?==== |\Z)"
+    made = re.findall(pattern, first.stdout, flags=re.M | re.S)
+    assert [heading for *heading, _ in made] == [
+        [str(i + 1), "Once" if i < 3 else "Twice", str(i % 3 + 1)] for i in range(6)
     ]
-    assert len({text for _, _, text in made}) == 6
+    assert len({text for *_, text in made}) == 6
     seed = re.search(r"seed (\d+)", first.stderr)
     assert seed and draw("--seed", seed[1]).stdout == first.stdout
 
@@ -660,6 +663,11 @@ def test_an_experiment_has_options_and_examples_of_its_own(name: str, tmp_path: 
         (["bench", "prefill", "--prompt", "100000"], ["100000", "8192"]),
         (["bench", "memory", "--chunks", ""], ["--chunks"]),
         (["bench", "memory", "--stages", "fast"], ["'fast'"]),
+        (["bench", "memory", "--blocks", "16,0"], ["block size is 0"]),
+        (["bench", "memory", "--requests", "0"], ["requests is 0"]),
+        (["bench", "sharing", "--samples", "1"], ["samples is 1"]),
+        (["bench", "sharing", "--turns", "9"], ["turns is 9"]),
+        (["bench", "sharing", "--system", "8190"], ["system is 8190", "8192"]),
         (["simulate", "--rate", "-1"], ["rate is -1"]),
         (["simulate", "--seeds", "0"], ["seeds is 0"]),
         (["simulate", "--policies", "static,lifo"], ["'lifo'"]),

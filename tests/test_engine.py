@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from script import (
     EOS,
+    KINDS,
     NAN,
+    CheckedEngine,
     Codec,
-    PoisonedEngine,
+    Kind,
     Script,
     Text,
     Watched,
@@ -32,13 +35,18 @@ from minillm.kernels import BACKENDS
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, make_request
+from minillm.sharing import SharedSlots
+from minillm.slots import BlockSlots
 from minillm.tokenizer import Tokenizer
 
 INF = float("inf")
 
 
-def an_engine(model: Any, tokenizer: Any = None, **limits: Any) -> PoisonedEngine:
-    return PoisonedEngine(model, tokenizer, **{"max_running": 4, "budget": 8, "max_len": 64, **limits})
+for_all_kinds = pytest.mark.parametrize("slots", KINDS.values(), ids=KINDS)
+
+
+def an_engine(model: Any, tokenizer: Any = None, **limits: Any) -> CheckedEngine:
+    return CheckedEngine(model, tokenizer, **{"max_running": 4, "budget": 8, "max_len": 64, **limits})
 
 
 def ends(outputs: Sequence[Output]) -> list[Text]:
@@ -57,13 +65,14 @@ def ends(outputs: Sequence[Output]) -> list[Text]:
     split=st.sampled_from([0, 6, 3000]),  # how readily single tokens are cut into rectangles
 )
 @pytest.mark.parametrize("backend", BACKENDS)
+@for_all_kinds
 def test_every_request_makes_the_tokens_it_makes_alone(
-    tiny: Llama, backend: str, texts_: list[Any], max_running: int, more: int, max_len: int, split: int
+    tiny: Llama, slots: Kind, backend: str, texts_: list[Any], max_running: int, more: int, max_len: int, split: int
 ) -> None:
     """vllm#51226, vllm#2514, hf#46765, sgl#36207: answers depended on company, chunks or what lay in free memory."""
     prompts, params = zip(*texts_, strict=True)
-    model = Watched(tiny)
-    limits: dict[str, Any] = dict(max_running=max_running, budget=max_running + more, max_len=max_len)
+    model = Watched(tiny, pools=slots is not KINDS["shared"])
+    limits: dict[str, Any] = dict(max_running=max_running, budget=max_running + more, max_len=max_len, slots=slots)
     engine = an_engine(model, backend=backend, **limits)
     requests = [engine.add(prompt, p) for prompt, p in texts_]
     with patch("minillm.batch.SPLIT", split):
@@ -81,9 +90,10 @@ def test_every_request_makes_the_tokens_it_makes_alone(
 
 @settings(max_examples=25)
 @given(st.data())
-def test_events_survive_any_mix_of_additions_aborts_and_calls(tiny: Llama, data: st.DataObject) -> None:
+@for_all_kinds
+def test_events_survive_any_mix_of_additions_aborts_and_calls(tiny: Llama, slots: Kind, data: st.DataObject) -> None:
     """Each request's events come out once, in order, wherever they were made; an aborted one keeps a prefix."""
-    engine = an_engine(tiny, max_running=3, budget=5, max_len=24)
+    engine = an_engine(tiny, max_running=3, budget=5, max_len=24, slots=slots)
     added: list[tuple[Request, Any]] = []
     events: list[Event] = []
     for _ in range(data.draw(st.integers(1, 12))):
@@ -139,12 +149,13 @@ def test_texts_without_a_seed_differ(tiny: Llama) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("prompt", [15, 16, 17])
 @pytest.mark.parametrize("max_tokens", [1, 2, 10**9])
-def test_prompts_around_the_limit(tiny: Llama, backend: str, prompt: int, max_tokens: int) -> None:
+@for_all_kinds
+def test_prompts_around_the_limit(tiny: Llama, slots: Kind, backend: str, prompt: int, max_tokens: int) -> None:
     """vllm#16445, vllm#35541, lcpp#3969: refused, stalled, frozen, or endless at the edge of the context.
 
     Documented: a prompt of exactly max_len is taken and gets one token; the text ends with "length", once.
     """
-    engine = an_engine(tiny, max_len=16, backend=backend)
+    engine = an_engine(tiny, max_len=16, backend=backend, slots=slots)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     behind = engine.add([4], SamplingParams(max_tokens=2, ignore_eos=True))
     if prompt > 16:
@@ -167,15 +178,29 @@ def test_a_max_len_outside_the_context_is_refused(tiny: Llama, max_len: int) -> 
         Engine(tiny, max_len=max_len)
 
 
-@pytest.mark.parametrize("limits", [dict(max_running=0), dict(max_running=9, budget=8), dict(backend="fast")], ids=str)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        dict(max_running=0),
+        dict(max_running=9, budget=8),
+        dict(budget=0),
+        dict(backend="fast"),
+        dict(policy="fair"),
+        dict(slots=partial(BlockSlots, n_slots=10, size=4)),
+        dict(slots=partial(SharedSlots, n_slots=3, size=4)),
+        dict(slots=partial(BlockSlots, size=0)),
+    ],
+    ids=str,
+)
 def test_limits_that_make_no_sense_are_refused(tiny: Llama, limits: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Engine(tiny, **limits)
 
 
-def test_a_text_at_its_limit_leaves_its_neighbours_table_alone(tiny: Llama) -> None:
-    """vllm#10730: the row of the block table overflowed into the next."""
-    engine = an_engine(tiny, max_running=3, max_len=8)
+@for_all_kinds
+def test_a_text_at_its_limit_leaves_its_neighbours_table_alone(tiny: Llama, slots: Kind) -> None:
+    """vllm#10730: the row of the block table overflowed into the next. Eight is no multiple of the block's size."""
+    engine = an_engine(tiny, max_running=3, max_len=8, slots=slots)
     engine.pool.table.fill_(-7)
     request = engine.add([3] * 5, SamplingParams(max_tokens=9, ignore_eos=True))
     run_out(engine)
@@ -184,15 +209,17 @@ def test_a_text_at_its_limit_leaves_its_neighbours_table_alone(tiny: Llama) -> N
     assert sorted(used) == [0, 0, 8]
 
 
-def test_one_row_used_by_one_text_after_another(tiny: Llama) -> None:
+@for_all_kinds
+def test_one_row_used_by_one_text_after_another(tiny: Llama, slots: Kind) -> None:
     """llmmanorg/llmman#118: the second request on a reused place was wrong."""
-    engine = an_engine(tiny, max_running=1, budget=3)
+    engine = an_engine(tiny, max_running=1, budget=3, max_len=16, slots=slots)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     prompts = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
     assert ends(engine.generate(prompts, params)) == [solo(tiny, prompt, params) for prompt in prompts]
 
 
-def test_what_is_stored_is_what_the_model_computed(tiny: Llama) -> None:
+@for_all_kinds
+def test_what_is_stored_is_what_the_model_computed(tiny: Llama, slots: Kind) -> None:
     """TrenTorch/TrenTorch#192: the first token's K and V were never written. Every place, against one whole pass."""
     keys: dict[int, torch.Tensor] = {}
 
@@ -203,7 +230,7 @@ def test_what_is_stored_is_what_the_model_computed(tiny: Llama) -> None:
 
     from minillm.attention import SelfAttend
 
-    engine = an_engine(tiny, max_running=2, budget=2)
+    engine = an_engine(tiny, max_running=2, budget=2, slots=slots)
     request = engine.add([9], SamplingParams(max_tokens=20, ignore_eos=True))
     engine.add([3] * 30, SamplingParams(max_tokens=9))
     for n in range(1, 20):
@@ -212,9 +239,9 @@ def test_what_is_stored_is_what_the_model_computed(tiny: Llama) -> None:
         positions = torch.arange(n)
         inner = SelfAttend(positions)
         tiny(torch.tensor(request.tokens[:n]), positions, Keep())
-        slots = torch.tensor(request.slots)
+        places = torch.tensor(request.slots[:n])
         for layer, kv in keys.items():
-            stored = torch.stack(engine.pool.gather(layer, engine.pool.index(slots)))  # [2, n, Hkv, D]
+            stored = torch.stack(engine.pool.gather(layer, engine.pool.index(places)))  # [2, n, Hkv, D]
             torch.testing.assert_close(stored, kv, rtol=0, atol=1e-11)
 
 
@@ -230,8 +257,9 @@ def test_memory_is_what_the_limits_say(tiny: Llama) -> None:
 @pytest.mark.parametrize("value", [NAN, -INF])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("at", [0, 1, 2])
+@for_all_kinds
 def test_logits_that_are_no_numbers_end_one_request_alone(
-    backend: str, value: float, temperature: float, at: int
+    slots: Kind, backend: str, value: float, temperature: float, at: int
 ) -> None:
     """vllm#5963, robertknight/rten#1089, Avarok-Cybersecurity/atlas#375: one bad request, and everyone's failed."""
     model = follow(chain(10, 11, 12) | chain(20, 21, 22, 23, 24) | chain(30, 31, 32, 33, 34))
@@ -239,7 +267,7 @@ def test_logits_that_are_no_numbers_end_one_request_alone(
     params = SamplingParams(max_tokens=4, temperature=temperature, seed=3)
     prompts = [[20], [30]]
     prompts.insert(at, [10])
-    engine = an_engine(model, backend=backend)
+    engine = an_engine(model, backend=backend, slots=slots)
     outputs = engine.generate(prompts, params)
     assert outputs[at].finish_reason == "error"
     assert temperature or outputs[at].token_ids == [11, 12]
@@ -336,11 +364,12 @@ def test_an_extreme_bias_of_one_is_not_felt_by_another(tiny: Llama) -> None:
 # ---- where texts end, through the engine
 
 
-def test_eos_first_in_the_middle_and_on_the_last_allowed_token() -> None:
+@for_all_kinds
+def test_eos_first_in_the_middle_and_on_the_last_allowed_token(slots: Kind) -> None:
     """sgl#12151, lvyufeng/PocketLLM#133: the stop was looked for only while decoding."""
     model = follow(chain(10, EOS) | chain(20, 21, EOS) | chain(30, 31, 32, EOS))
     codec = Codec([chr(ord("0") + i) for i in range(64)])
-    outputs = an_engine(model, codec).generate([[10], [20], [30], [31]], SamplingParams(max_tokens=3))
+    outputs = an_engine(model, codec, slots=slots).generate([[10], [20], [30], [31]], SamplingParams(max_tokens=3))
     assert ends(outputs) == [
         ([EOS], "stop"),
         ([21, EOS], "stop"),
@@ -348,7 +377,7 @@ def test_eos_first_in_the_middle_and_on_the_last_allowed_token() -> None:
         ([32, EOS], "stop"),
     ]
     assert [output.text for output in outputs] == ["", "E", "OP", "P"]
-    outputs = an_engine(model, codec).generate([[30], [10]], SamplingParams(max_tokens=1))
+    outputs = an_engine(model, codec, slots=slots).generate([[30], [10]], SamplingParams(max_tokens=1))
     assert ends(outputs) == [([31], "length"), ([EOS], "stop")]
 
 
@@ -549,10 +578,11 @@ def test_no_token_comes_after_an_abort() -> None:
     assert_drained(engine)
 
 
-def test_abort_while_the_model_runs() -> None:
+@for_all_kinds
+def test_abort_while_the_model_runs(slots: Kind) -> None:
     """vllm#26400: the abort comes from elsewhere while the forward pass runs."""
     model = follow(COUNT)
-    engine = an_engine(model)
+    engine = an_engine(model, slots=slots)
     first, second = (engine.add([t], SamplingParams(max_tokens=4)) for t in (10, 20))
     events = engine.step()
 
@@ -568,10 +598,11 @@ def test_abort_while_the_model_runs() -> None:
     assert [e.token for e in events if e.request is second] == [21, 22, 23, 24]
 
 
-def test_no_step_is_idle_and_none_is_over_budget() -> None:
+@for_all_kinds
+def test_no_step_is_idle_and_none_is_over_budget(slots: Kind) -> None:
     """A finished text's row is taken in the very next step, and every token goes through the model once."""
     model = follow(COUNT)
-    engine = an_engine(model, max_running=2, budget=4)
+    engine = an_engine(model, max_running=2, budget=4, slots=slots)
     prompts, n = [[10] * 3, [20] * 7, [30], [40] * 5], 3
     engine.generate(prompts, SamplingParams(max_tokens=n))
     assert max(model.steps) <= 4 and min(model.steps) >= 1

@@ -96,6 +96,15 @@ def test_a_loop_that_never_ends_is_stopped():
         pass  # and the alarm is off afterwards
 
 
+@pytest.mark.parametrize("inner", [0.05, 60.0])
+def test_a_limit_within_a_limit_leaves_it_on(inner: float):
+    with pytest.raises(Wrong, match="took longer than 0.3 s"), time_limit(0.3, "all of it"):
+        with time_limit(inner, "a part"):
+            pass
+        while True:
+            pass
+
+
 # ---- finding a learner's functions
 
 
@@ -137,7 +146,7 @@ def test_only_setup_and_task_cells_are_run(tmp_path: Path, kind: str):
     source.write_text(CELLS)
     work = from_file(source if kind == "py" else as_notebook(tmp_path / "mine.ipynb"))
     assert work.call("double", 4) == 8
-    with pytest.raises(Wrong, match=r"cell 5 of .* does not run: SyntaxError: .*, line 3"):
+    with pytest.raises(Wrong, match=r"cell [56] of .* does not run: SyntaxError: .*, line 3"):
         work.function("broken")
 
 
@@ -217,6 +226,84 @@ def test_one_cause_is_told_once_and_what_is_to_do_has_no_hint(monkeypatch: pytes
     assert to_do.count("to do  double is not written yet") == 1 and "hint" not in to_do and "WRONG" not in to_do
     needs = run_checks("09", work_of(stub.format("half", "half") + "\ndef double(x):\n    return half(x)")).text()
     assert "double needs your half, which is not written yet" in needs
+
+
+HALF = "def half(x):\n    return {}\n\ndef double(x):\n    return {}\n"
+
+
+@pytest.mark.parametrize(
+    "half, double, only, marks, words",
+    [
+        ("x / 2", "8 * half(half(x))", None, ["ok", "ok"], ""),
+        ("x / 2", "half(x)", None, ["ok", "WRONG"], "double(4): expected 8, got 2"),
+        (
+            "x",
+            "8 * half(half(x))",
+            None,
+            ["WRONG", "wait"],
+            "mend half first: with a right one in the place of yours",
+        ),
+        ("x", "8 * half(half(x))", ["double"], ["wait"], "mend half first"),
+        ("y", "8 * half(half(x))", None, ["WRONG", "wait"], "mend half first"),
+        ("x", "half(x)", None, ["WRONG", "WRONG"], "double(4): expected 8, got 2\n(this stays so with a right half in"),
+        ("x", "x + x", None, ["WRONG", "ok"], ""),
+    ],
+)
+def test_a_fault_is_told_where_it_belongs(half, double, only, marks, words, monkeypatch: pytest.MonkeyPatch):
+    def halves(work: Work) -> None:
+        same(work.call("half", 4), 2.0, "half(4)")
+
+    def twice(work: Work) -> None:
+        same(work.call("double", 4), 8.0, "double(4)")
+
+    properties = [
+        Property("09", "half", "halves", "x / 2", halves),
+        Property("09", "double", "doubles", "times 2", twice, {"half": lambda x: x / 2}),
+    ]
+    monkeypatch.setattr(checking, "properties", lambda lesson: properties)
+    work = work_of(HALF.format(half, double))
+    mine = work.names["half"]
+    report = run_checks("09", work, only)
+    lines = report.text().splitlines()
+    assert [line.split()[0] for line in lines if "halves" in line or "doubles" in line] == marks
+    assert words in (report.findings[-1].wrong or "") and report.passed == (set(marks) == {"ok"})
+    assert ("hint: times 2" in report.text()) == (marks[-1] == "WRONG")  # a hint is of no use to what only waits
+    assert work.names["half"] is mine
+
+
+def test_a_fault_that_others_wait_for_is_told_once(monkeypatch: pytest.MonkeyPatch):
+    def halves(work: Work) -> None:
+        same(work.call("half", 4), 2.0, "half(4)")
+
+    def twice(work: Work) -> None:
+        same(work.call("double", 4), 8.0, "double(4)")
+
+    properties = [Property("09", "double", f"{i}", "x", twice, {"half": lambda x: x / 2}) for i in range(3)]
+    monkeypatch.setattr(checking, "properties", lambda lesson: [Property("09", "half", "h", "x", halves), *properties])
+    work = work_of(HALF.format("x", "8 * half(half(x))"))
+    work.broken["half"] = "cell 3 does not run"
+    del work.names["half"]
+    text = run_checks("09", work).text()
+    assert text.count("mend half first") == 1 and text.count("the same as above") == 2 and "cell 3 does not" in text
+    assert work.broken and "half" not in work.names
+
+
+def test_a_fault_of_the_check_itself_is_not_the_learners(monkeypatch: pytest.MonkeyPatch):
+    def broken(work: Work) -> None:
+        {}[work.call("double", 4)]
+
+    def calls_back(work: Work) -> None:
+        work.function("double")([])  # inside torch, but the learner's call
+
+    properties = [Property("09", "double", "a", "b", broken), Property("09", "double", "c", "d", calls_back)]
+    monkeypatch.setattr(checking, "properties", lambda lesson: properties)
+    report = run_checks("09", work_of("def double(x):\n    return torch.add(x, x)if x == [] else 8"))
+    assert not report.passed and "0 of 2" in report.text() and "hint" not in report.text()
+    assert (report.findings[0].wrong or "").startswith(
+        "the check itself failed, which says nothing about your double: KeyError: 8\n  at line "
+    )
+    assert "of test_lab.py: {}[work.call" in report.text() and "Please report this" in report.text()
+    assert "double raised TypeError: add()" in (report.findings[1].wrong or "")
 
 
 def test_unknown_lessons_are_refused():
@@ -323,7 +410,7 @@ def test_a_stub_raises_with_its_tasks_number(tmp_path: Path):
     assert cell.source == (
         'def double(x):\n    """Twice."""\n    raise NotImplementedError("task 09.double: yours to write")'
     )
-    assert [cell["id"] for cell in made.cells] == ["09-01", "09-02", "09-03", "09-double", "09-broken"]
+    assert [cell["id"] for cell in made.cells] == ["09-01", "09-install", "09-02", "09-03", "09-double", "09-broken"]
     assert [cell["id"] for cell in build.solved(source).cells] == [cell["id"] for cell in made.cells]
 
 
@@ -347,7 +434,7 @@ def test_text_of_a_solution_is_left_out(tmp_path: Path):
     source = tmp_path / "09_nine.py"
     marked = "# <!-- BEGIN SOLUTION -->\n# secret\n# <!-- END SOLUTION -->\n"
     source.write_text(f"# %% [markdown]\n# before\n#\n{marked}# after\n")
-    [cell] = build.student(source).cells
+    cell, _ = build.student(source).cells
     assert "secret" not in cell.source and "before" in cell.source and "after" in cell.source
     assert "secret" in build.solved(source).cells[0].source
 

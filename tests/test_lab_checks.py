@@ -2,13 +2,14 @@
 
 import nbformat
 import pytest
-from mutants import lessons, mutated, outcome, planted, reference
+from mutants import lessons, outcome, planted, reference
 
 from minillm.lab.build import LESSONS, student
 from minillm.lab.checking import properties, run_checks
 from minillm.lab.work import from_file
 
-MUTANTS = [(lesson, mutant) for lesson in lessons() for mutant in planted(lesson)]
+# every fourth: all of them take ten minutes, and are `make mutants`
+MUTANTS = [(lesson, mutant) for lesson in lessons() for mutant in planted(lesson)[::4]]
 
 
 @pytest.mark.parametrize("lesson", lessons())
@@ -30,10 +31,9 @@ def test_the_bare_skeleton_has_none(lesson: str, tmp_path):
 
 
 @pytest.mark.parametrize("lesson, mutant", MUTANTS, ids=[f"{lesson}: {m.name}" for lesson, m in MUTANTS])
-def test_every_wrong_solution_is_caught_with_the_intended_words(lesson, mutant):
+def test_a_wrong_solution_is_caught_with_the_intended_words_and_nobody_else_blamed(lesson, mutant):
     found = outcome(lesson, mutant)
-    assert found.caught_by, f"{mutant.name} passes every check"
-    assert found.said, run_checks(lesson, mutated(lesson, mutant)).text()
+    assert not found.survived, found.report
 
 
 @pytest.mark.parametrize("lesson", lessons())

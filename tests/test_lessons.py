@@ -1,7 +1,11 @@
 """Gates that every lesson passes: form, figures with words, links, builds without solutions, notebooks that agree."""
 
+import importlib.util
 import json
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -169,6 +173,29 @@ def test_every_badge_names_the_tag_of_this_version():
     for source in SOURCES:
         [tag] = re.findall(r"colab\.research\.google\.com/github/minillm/minillm/blob/v([^/]+)/", text_of(source))
         assert tag == minillm.__version__, source.name
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_package_is_installed_where_there_is_none(here: bool, monkeypatch: pytest.MonkeyPatch):
+    """As in Colab: from the tag of this version, by commands that exist, before the first import."""
+    import minillm
+
+    ran: list[list[str]] = []
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if here else None)
+    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
+    for source in SOURCES:
+        cells = [cell for cell in student(source).cells if cell.cell_type == "code"]
+        assert cells[0]["id"] == f"{source.name[:2]}-install" and "import minillm" not in cells[0].source
+        exec(cells[0].source, {})
+    if here:
+        assert ran == []
+        return
+    clone, install, weights = ran[:3]
+    assert f"v{minillm.__version__}" in clone and "https://github.com/minillm/minillm" in clone
+    assert install[1:4] == ["-m", "pip", "install"] and install[-1] == f"./{clone[-1]}[lessons]"
+    assert weights[1:] == ["-m", "minillm", "weights"] and sys.path[0] == clone[-1]
+    assert "lessons" in tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
 
 def test_the_devcontainer_makes_what_the_makefile_has():

@@ -5,9 +5,12 @@ The ladder                                            Experiments
 workload  what is asked: presets, sets of requests    queueing   requests that arrive while others run
 ladder    the course: warm-up, rounds, check, rows    prefill    a long prompt arrives while others decode
 rows      runs to medians, ratios, ceilings           memory     KV memory reserved and used; activations
-report    tables, plot                                calibrate  how long a step takes, by what is in it
-claims    comparisons with a target                   timeline   who did what in each step
-live      the text while it is made                   trace      the timeline as a picture and as a trace
+report    tables, plot                                fragmentation  the same memory in blocks
+claims    comparisons with a target                   sharing    blocks that several texts hold
+live      the text while it is made                   scheduling what planning costs, and who waits
+                                                      calibrate  how long a step takes, by what is in it
+                                                      timeline   who did what in each step
+                                                      trace      the timeline as a picture and as a trace
 
 What they share
 harness   one run of one stage: stamps, counters      results    the JSON file, one section an experiment

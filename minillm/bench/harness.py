@@ -25,6 +25,7 @@ from minillm.device import synchronize
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, TextCodec, make_request
+from minillm.scheduler import Plan, Scheduler
 from minillm.stages import STAGES, Generate
 
 
@@ -71,22 +72,30 @@ def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
     counts = Counts()
     before: dict[int, tuple[int, int]] = {}  # unfinished when the current step began: computed, len(tokens)
 
-    def end_step(at: float) -> None:
-        if not counts.steps:
-            return
-        step = counts.steps[-1]
-        step.ended = step.ended or at
+    def take_down() -> None:
+        """What the last step computed, once."""
         for i, (computed, size) in before.items():
             # the naive stage stores nothing: whoever got a token had all its tokens in the step
             again = size if len(requests[i].tokens) > size else 0
             if n := requests[i].computed - computed or again:
-                step.new[i] = n
-            step.stored_tokens += requests[i].computed
+                counts.steps[-1].new[i] = n
+            counts.steps[-1].stored_tokens += requests[i].computed
+        before.clear()
+
+    def end_step(at: float) -> None:
+        if counts.steps:
+            counts.steps[-1].ended = counts.steps[-1].ended or at
+            take_down()
+
+    schedule = Scheduler.schedule
+
+    def counted_schedule(scheduler: Scheduler) -> Plan:
+        take_down()  # planning the next step takes from whom it preempts, and gives to whom finds its tokens
+        return schedule(scheduler)
 
     def begin_step(module: nn.Module, args: tuple[Any, ...]) -> None:
         at = time.perf_counter() - counts.start
         end_step(at)
-        before.clear()
         before.update((i, (r.computed, len(r.tokens))) for i, r in enumerate(requests) if r.finish_reason is None)
         counts.steps.append(Step(tokens=args[0].numel(), began=at, reserved_bytes=counts.reserved_bytes))
 
@@ -117,6 +126,7 @@ def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
         undo.callback(model.register_forward_pre_hook(begin_step).remove)
         undo.callback(model.head.register_forward_pre_hook(count_rows).remove)
         _replace(undo, attention, "sdpa", counted_sdpa)
+        _replace(undo, Scheduler, "schedule", counted_schedule)
         for memory in (KVCache, KVPool):
             _replace(undo, memory, "__init__", counted_init(memory.__init__))
         yield counts
@@ -139,6 +149,7 @@ class Run:
     times: list[list[float]]  # seconds after the start, one for each output token
     finish_reasons: list[str | None]
     counts: Counts
+    preemptions: int = 0  # times that a request lost its memory and began again
 
     @property
     def summary(self) -> Summary:
@@ -226,4 +237,5 @@ def run(
         times,
         [request.finish_reason for request in requests],
         counts,
+        sum(request.preemptions for request in requests),
     )

@@ -258,5 +258,8 @@ def notes(stages: Sequence[str], plan: dict[str, list[str]], workload: Workload)
             + (f"; {stages[1]} runs both sets and links them." if len(stages) > 1 else ".")
         )
     lines.append("x before: on a set that both ran. x first: the product of these.")
-    lines.append("No stage has a prefix cache, and all prompts differ: nothing is read from an earlier run.")
+    lines.append(
+        "All prompts differ, and no stage keeps anything from an earlier run; shared alone computes a common beginning "
+        "of prompts (the chat template's) once, so it may push fewer tokens than are needed."
+    )
     return lines

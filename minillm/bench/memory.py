@@ -1,7 +1,8 @@
 """Where the memory goes: K and V that each stage reserves and needs, and activations against the size of a chunk.
 
 A stage reserves room for K and V before it knows how long a text will be. What it holds and what it needs are counted
-in every step; the difference is waste. Activations are the other part that grows: attention scores of a long prompt.
+in every step; the difference is waste. `fragmentation` cuts the same memory into blocks. Activations are the other part
+that grows: attention scores of a long prompt.
 """
 
 import time
@@ -18,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from minillm.bench import ladder, load_model, machine, results
+from minillm.bench import fragmentation, ladder, load_model, machine, results
 from minillm.bench.claims import PeakMemory
 from minillm.bench.harness import Job, Run, run
+from minillm.bench.report import claims_table
 from minillm.bench.tables import device_name, new_table
 from minillm.bench.verify import MOST_EXCUSED, Verifier, judge
 from minillm.bench.workload import QUICK, Preset, Workload, real_workload
@@ -29,6 +31,7 @@ from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.stages import STAGES
 
+BLOCKS = ("paged", "shared")  # the memory they reserve is not cut into regions
 KEEPING = tuple(stage for stage in STAGES if stage != "naive")  # naive keeps neither K nor V
 CHUNKS = (64, 128, 256, 512, 1024)
 NEW = 4  # tokens that follow the long prompt
@@ -79,6 +82,7 @@ class Result:
     partial: bool
     seconds: float
     notes: list[str] = field(default_factory=list)
+    blocks: fragmentation.Result | None = None
 
 
 def check(config: Config, stages: Sequence[str] | None, prompt: int, chunks: Sequence[int]) -> None:
@@ -163,8 +167,10 @@ def measure(
     stages: Sequence[str] | None = None,
     prompt: int = 2048,
     chunks: Sequence[int] = CHUNKS,
+    plan: fragmentation.Plan | None = None,
 ) -> Result:
-    """The long prompt in every chunk size, then the main set once through each stage (None: all that keep K and V).
+    """The long prompt in every chunk size, then the main set once through each stage (None: all that keep K and V),
+    then the memory in blocks (None: not).
 
     Ctrl-C: what was measured is kept and the result is partial; before the first number it is raised again.
     Raises InputError as `check` and `check_text`.
@@ -214,6 +220,12 @@ def measure(
             )
             for chunk, done, peak in long
         ]
+    blocks = None
+    if plan and not partial:
+        try:
+            blocks, partial = fragmentation.measure(model, workload.text, plan, verifier, most_excused, console)
+        except KeyboardInterrupt:
+            partial = True
     return Result(
         about=machine.describe(model.device),
         model={"name": name, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)},
@@ -225,6 +237,7 @@ def measure(
         partial=partial,
         seconds=time.perf_counter() - began,
         notes=notes,
+        blocks=blocks,
     )
 
 
@@ -232,9 +245,14 @@ def measure(
 
 
 def finding(result: Result) -> str:
-    """What the numbers show, in one sentence for each of the two."""
+    """What the numbers show, a sentence or two for each part."""
+    return " ".join([pictured(result), *([fragmentation.finding(result.blocks)] if result.blocks else [])])
+
+
+def pictured(result: Result) -> str:
+    """The same, of what the plot shows."""
     lines = []
-    shown = [s for s in result.stages if s.share_used is not None and not s.void]
+    shown = [s for s in result.stages if s.share_used is not None and not s.void and s.stage not in BLOCKS]
     if shown:
         last = shown[-1]
         assert last.share_used is not None
@@ -264,6 +282,12 @@ def show(result: Result, console: Console) -> None:
         console.print(stages_table(result))
     if result.activations:
         console.print(activations_table(result))
+    if blocks := result.blocks:
+        console.print(fragmentation.counted_table(blocks))
+        if blocks.served:
+            console.print(fragmentation.served_table(blocks))
+        if blocks.claims:
+            console.print(claims_table(blocks.claims))
     console.print(Text(finding(result)))
     stopped = ["Stopped half way: what was measured until then."] if result.partial else []
     for note in [*result.notes, *stopped, f"{result.seconds:.0f} s in all."]:
@@ -275,7 +299,8 @@ def stages_table(result: Result) -> Table:
     table = new_table(
         f"K and V of {result.requests} real prompts, at most {result.limits['max_running']} texts at once",
         "reserved: bytes allocated. live: bytes of tokens that a running text needs. used: live over reserved, both "
-        f"summed over the time of the run; the rest is waste.{void}",
+        "summed over the time of the run; the rest is waste. paged and shared give theirs out in blocks, but here they "
+        f"have as much as regions would take: see below what blocks save.{void}",
         ("stage", "steps", "peak reserved", "peak live", "used", "waste"),
     )
     table.min_width = WIDTH
@@ -319,11 +344,11 @@ def alt_text(result: Result) -> str:
         + ("" if s.share_used is None else f", {1 - s.share_used:.0%} waste")
         for s in result.stages
     )
-    peaks = ", ".join(f"{a.label} {'void' if a.void else f'{a.peak / 1e6:,.0f} MB'}" for a in result.activations)
+    peaks = ", ".join(f"{a.label}: {'void' if a.void else f'{a.peak / 1e6:,.0f} MB'}" for a in result.activations)
     return (
         f"Charts of {heading(result)}. One panel for each stage, K and V memory over the run, reserved as a line and "
         f"live as an area; peaks: {kept or 'not measured'}. Last, peak activations of a prompt of {result.prompt:,} "
-        f"tokens by size of chunk: {peaks or 'not measured'}. {finding(result)}"
+        f"tokens by size of chunk: {peaks or 'not measured'}. {pictured(result)}"
     )
 
 
@@ -379,7 +404,9 @@ def draw_activations(axes: Any, result: Result) -> None:
         at, [a.scores / 1e6 for a in shown], color="0.4", marker="x", linestyle="--", label="scores alone, predicted"
     )
     for i, a in enumerate(shown):
-        axes.annotate(f"{a.peak / 1e6:,.0f}", (i, a.peak / 1e6), (-6, 5), textcoords="offset points", ha="right")
+        falls = i > 0 and shown[i - 1].peak > a.peak  # the line comes from above
+        where, side = ((0, -14), "center") if falls else ((-6, 5), "right")
+        axes.annotate(f"{a.peak / 1e6:,.0f}", (i, a.peak / 1e6), where, textcoords="offset points", ha=side)
     axes.set_xticks(at, [a.label for a in shown])
     axes.set_xlabel("chunk, in tokens")
     axes.set_ylabel("MB above weights, K and V")
@@ -405,6 +432,7 @@ def run_command(
     stages: Sequence[str] | None = None,
     prompt: int = 2048,
     chunks: Sequence[int] = CHUNKS,
+    plan: fragmentation.Plan | None = None,
 ) -> int:
     """`minillm bench memory`. Returns the exit status: 1 if a text is not the naive model's.
 
@@ -419,10 +447,12 @@ def run_command(
     folder = find(model)
     config = Config.from_folder(folder)
     check(config, stages, prompt, chunks)
+    if plan:
+        plan.check(config)
     workload = real_workload(Tokenizer.from_pretrained(folder), QUICK, config)
     check_text(workload.text, prompt)
     llama = load_model(folder, device, dtype, console)
-    result = measure(llama, folder.name, workload, console, QUICK, stages, prompt, chunks)
+    result = measure(llama, folder.name, workload, console, QUICK, stages, prompt, chunks, plan)
     show(result, console)
     if json_path is not None:
         results.add(json_path, "memory", as_json(result))
@@ -433,4 +463,5 @@ def run_command(
     if result.partial:
         raise KeyboardInterrupt
     void = [s.void for s in result.stages] + [a.void for a in result.activations]
+    void += [row.void for row in result.blocks.served] if result.blocks else []
     return 1 if any(void) else 0

@@ -403,7 +403,8 @@ def times_table(result: Result) -> Table:
 def alt_text(result: Result) -> str:
     """The plot in words, for those who do not see it."""
     known = "; ".join(
-        p.label + (f" {ms(p.gap_longest.median)} ms and {p.ttft.median:.2f} s" if p.gap_longest and p.ttft else " void")
+        p.label
+        + (f": {ms(p.gap_longest.median)} ms and {p.ttft.median:.2f} s" if p.gap_longest and p.ttft else " void")
         for p in result.points
     )
     return (
@@ -440,11 +441,12 @@ def draw_trade(axes: Any, result: Result) -> None:
     x, y = [ttft.median for _, ttft, _ in known], [gap.median * 1e3 for *_, gap in known]
     across = [[t.median - t.least for _, t, _ in known], [t.most - t.median for _, t, _ in known]]
     along = [[1e3 * (g.median - g.least) for *_, g in known], [1e3 * (g.most - g.median) for *_, g in known]]
-    axes.errorbar(x, y, xerr=across, yerr=along, color="black", ecolor="0.6", marker="o", linewidth=1, capsize=2)
+    look = {"color": "black", "ecolor": "0.4", "marker": "o", "markersize": 4, "linewidth": 1, "capsize": 4}
+    axes.errorbar(x, y, xerr=across, yerr=along, **look)
     # a round that the machine disturbed must not squeeze the medians together
     axes.set_xlim(0, 1.3 * max(x, default=1.0))
     axes.set_ylim(0, 1.2 * max(y, default=1.0))
-    axes.set_xlabel("ttft of the long prompt, in s (median; grey: range, as far as it fits)")
+    axes.set_xlabel("ttft of the long prompt, in s (median; bars: range, as far as it fits)")
     axes.set_ylabel("longest gap of the running texts, in ms")
     axes.set_title("The trade, by token budget", loc="left", fontsize=11)
 

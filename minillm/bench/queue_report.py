@@ -198,6 +198,7 @@ def plot(result: Result) -> Figure:
     left.set_ylabel("wait until its first step, seconds")
     left.set_title("How long each one waited", loc="left")
     left.set_xlim(0, 1.14 * scenario.requests)
+    right.set_xlim(left=0)
     right.set_xlabel("seconds")
     right.set_ylabel("requests that have ended")
     right.set_title("How soon all are served", loc="left")

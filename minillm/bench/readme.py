@@ -131,15 +131,101 @@ def experiments(file: str, sections: dict[str, Any]) -> str:
         "simulation": "The queue, simulated",
         "prefill": "A long prompt arrives while others decode",
         "memory": "KV memory, reserved and used",
+        "sharing": "Blocks that are shared",
+        "scheduler": "Who is next, and what it costs to decide",
     }
+    tables = {"memory": blocks, "sharing": sharing, "scheduler": scheduler}
     lines = []
     for name, title in titles.items():
+        if name not in sections:
+            continue  # a results file from before this experiment
         found = sections[name]
         lines += [f"**{title}** (`{found['about']['command']}`). {found['finding']}", ""]
-        lines += [f"![{found['alt_text']}](results/{file}-{name}.png)", ""]
+        if "alt_text" in found:
+            lines += [f"![{found['alt_text']}](results/{file}-{name}.png)", ""]
+        if name in tables:
+            lines += tables[name](found)
     words = Image.open(ROOT / "results" / f"{file}-trace.png").info["Description"]
     lines += ["**What happened in each step** (`minillm trace`).", "", f"![{words}](results/{file}-trace.png)"]
     return "\n".join(lines) + "\n"
+
+
+def blocks(found: dict[str, Any]) -> list[str]:
+    """The same memory in regions and in blocks; nothing if it was not measured."""
+    if found.get("blocks") is None:
+        return []
+    found = found["blocks"]
+    plan = found["plan"]
+    lines = [
+        f"The memory of {plan['regions']} regions, each as long as the longest of {plan['requests']} requests of the "
+        f"article's mix, with at most {plan['max_running']} at once in blocks; counted by the real scheduler without a "
+        "model, so the same on every machine:",
+        "",
+        "| memory | wasted of what is held | requests at once | most | preempted | tokens computed again | steps |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for c in found["counted"]:
+        lines.append(
+            f"| {c['memory']} | {c['waste']:.1%} | {c['running']:.1f} | {c['most_running']} | {c['preemptions']:,} "
+            f"| {c['recomputed']:,} | {c['steps']:,} |"
+        )
+    if found["served"]:
+        slow, fast = found["served"]
+        void = "".join(f" {row['stage']} is void: {row['void']}." for row in (slow, fast) if row["void"])
+        gain = void or (
+            f" {slow['output_throughput']:.0f} to {fast['output_throughput']:.0f} output tokens/s, "
+            f"{times(found['ratio'])}."
+        )
+        lines += [
+            "",
+            f"{plan['served']} such requests with lengths times {plan['scale']:g} on the model, from {plan['regions']} "
+            f"regions to blocks of {plan['block']} in the same {slow['nbytes'] / 1e6:.0f} MB: "
+            f"{slow['running']:.1f} to {fast['running']:.1f} at once, {fast['preemptions']:,} preempted, "
+            f"{fast['recomputed']:,} tokens computed again,{gain}",
+        ]
+    return [*lines, *claims(found["claims"]), ""]
+
+
+def sharing(found: dict[str, Any]) -> list[str]:
+    """How much of what was asked was there already."""
+    plan = found["plan"]
+    about = {
+        "samples": f"{plan['samples']} samples of one {plan['prompt']}-token prompt",
+        "questions": f"{plan['questions']} questions behind one {plan['system']:,}-token system prompt",
+        "chat": f"{plan['turns']} turns of a chat, the model's own answers in it",
+        "distinct": f"{plan['distinct']} prompts of {plan['length']} tokens, all different",
+    }
+    lines = ["| requests | prompt tokens | found, not computed | hit rate | blocks saved |", "|---|--:|--:|--:|--:|"]
+    for name, words in about.items():
+        if (part := found[name]) is not None:
+            f = part["found"]
+            lines.append(
+                f"| {words} | {f['asked']:,} | {f['found']:,} | {f['found'] / f['asked']:.1%} | {f['saved']:,} |"
+            )
+    return [*lines, *claims(found["claims"]), ""]
+
+
+def scheduler(found: dict[str, Any]) -> list[str]:
+    """Who waits under each policy, and what a step costs beside the model."""
+    lines = [
+        "| policy | who | requests | mean wait, steps | p95 | max | overtaken by |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for wait in found["waits"]:
+        lines.append(
+            f"| {wait['policy']} | {wait['who']} | {wait['requests']:,} | {wait['mean']:.1f} | {wait['p95']:.0f} "
+            f"| {wait['most']:,} | {wait['overtaken']} |"
+        )
+    queues = sorted({cost["waiting"] for cost in found["costs"]})
+    lines += [
+        "",
+        f"| microseconds a step, {found['plan']['running']} running | {' | '.join(f'{n:,} wait' for n in queues)} |",
+    ]
+    lines.append("|---|" + "--:|" * len(queues))
+    for slots in dict.fromkeys(cost["slots"] for cost in found["costs"]):
+        cells = [f"{c['total']['median'] * 1e6:,.0f}" for c in found["costs"] if c["slots"] == slots]
+        lines.append(f"| {slots}: schedule, pack, update | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def peers(found: dict[str, Any] | None) -> list[str]:

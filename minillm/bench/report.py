@@ -186,7 +186,7 @@ def plot(result: Result) -> Figure:
         ratio = "" if row.ratio_before is None else f"  ({times(row.ratio_before)} the one before)"
         words = "void" if row.void else f"{row.output_throughput:.1f}{ratio}"
         speed.text(speeds[i] + above[i], i, f"  {words}", va="center", fontsize=9)
-    speed.set_xlim(0, 1.8 * max(*speeds, 1e-9))
+    speed.set_xlim(0, 2.0 * max(*speeds, 1e-9))
     speed.set_xlabel("output tokens per second: median and range of the rounds")
     speed.set_title("How fast", loc="left")
 

@@ -57,7 +57,7 @@ class Row:
 
     @property
     def tokens_wasted(self) -> int:
-        """Pads, rows that had ended, and tokens computed again."""
+        """Pads, rows that had ended, and tokens computed again; less what was found and not computed at all."""
         return self.tokens_pushed - self.tokens_useful
 
 

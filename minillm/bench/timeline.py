@@ -247,7 +247,7 @@ def alt_text(timeline: Timeline) -> str:
         f"{heading(t)}. A row for each request, a column for each step.",
         f"Tokens: {', '.join(kinds)}, pads {sum(t.pads):,} ({share_of_pads(t):.1%} of all).",
         f"At most {some(at_once, 'request')} in one step, and {some(max(step.tokens for step in t.steps), 'token')}.",
-        "Longest waits: " + ", ".join(f"request {i + 1} {waited(t, i)}" for i in longest) + ".",
+        "Longest waits: " + ", ".join(f"request {i + 1}: {waited(t, i)}" for i in longest) + ".",
         f"KV memory: at most {peak_reserved(t) / 1e6:.2f} MB reserved, {max(t.used_bytes) / 1e6:.2f} MB in use.",
     ]
     return " ".join(parts)

@@ -180,7 +180,7 @@ def show_summary(timeline: Timeline, done: Run, name: str, console: Console) -> 
 # Colours that people with any kind of colour vision tell apart (Okabe & Ito 2008); in grey, hatches do.
 LOOKS = {
     "prefill": ("#0072B2", "", "prefill: a piece of the prompt, and its tokens"),
-    "decode": ("#F0E442", "/", "decode: one more token"),
+    "decode": ("#F0E442", "//", "decode: one more token"),
     "again": ("#CC79A7", "\\\\\\\\", "the whole text computed again"),
     "waiting": ("#FFFFFF", "...", "waiting"),
     "idle": ("#56B4E9", "---", "idle: has a place, no token in this step"),
@@ -213,11 +213,14 @@ def draw(timeline: Timeline, by: str = "step", name: str = "") -> Figure:
         draw_requests(grid, t, by, left, right, 0.9 * WIDTH * 72 / (right[-1] - begin), 72 * height)
         draw_tokens(tokens, t, left, right)
         draw_memory(memory, t, [*left, right[-1]])
+        told = {kind: words for kind, (_, _, words) in LOOKS.items()}
+        if not grid.texts:  # no piece had room for its number
+            told["prefill"] = told["prefill"].removesuffix(", and its tokens")
         seen = {cell.kind for cells in t.cells for cell in cells.values()} | ({"held"} if any(t.pads) else set())
         figure.legend(
             handles=[
-                Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=words)
-                for kind, (colour, hatch, words) in LOOKS.items()
+                Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.5, label=told[kind])
+                for kind, (colour, hatch, _) in LOOKS.items()
                 if kind in seen
             ],
             loc="outside lower left",
@@ -264,8 +267,8 @@ def number(axes: Axes, n: int, x: float, y: float, width: float, height: float) 
     digit = 0.65  # its width, for a font of size 1
     across = min(8.0, 0.7 * height, width / (digit * len(str(n)) + 0.3))
     upright = min(8.0, 0.9 * width, height / (digit * len(str(n)) + 0.3))
-    if max(across, upright) >= 4.5:
-        turn = 90 if across < 4.5 else 0
+    if max(across, upright) >= 6:
+        turn = 90 if across < 6.5 and upright > across else 0
         size = upright if turn else across
         axes.text(x, y, str(n), ha="center", va="center", fontsize=size, color="white", rotation=turn)
 

@@ -7,7 +7,7 @@ The source is `lessons/NN_name.py` in jupytext's percent format. Marks in it:
     # %% [markdown]                 text; <!-- BEGIN SOLUTION --> ... <!-- END SOLUTION --> is left out for students
 
 The two notebooks differ only inside these marks. A cell's id comes from its task or its place, so it is the same in
-every build.
+every build. One cell is added to each: it installs the package where there is none.
 """
 
 import os
@@ -20,6 +20,7 @@ from typing import Any
 import jupytext
 import nbformat
 
+from minillm import __version__
 from minillm.errors import InputError
 from minillm.lab.use import STUB
 
@@ -29,6 +30,24 @@ STUDENT = ROOT / "build" / "student"
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 BEGIN_TEXT, END_TEXT = "<!-- BEGIN SOLUTION -->", "<!-- END SOLUTION -->"
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+
+
+# In Colab only the notebook is there. A clone, so that weights' manifest and stored results come with the package.
+INSTALL = """\
+# Not installed here, as in Colab? Then the package and its weights come first: a few minutes.
+import importlib.util
+import subprocess
+import sys
+
+if importlib.util.find_spec("minillm") is None:
+    clone = "minillm-{version}"
+    for command in (
+        f"git clone --quiet --depth 1 --branch v{version} https://github.com/minillm/minillm {{clone}}",
+        f"{{sys.executable}} -m pip install --quiet --editable ./{{clone}}[lessons]",
+        f"{{sys.executable}} -m minillm weights",
+    ):
+        subprocess.run(command.split(), check=True)
+    sys.path.insert(0, clone)"""
 
 
 def sources() -> list[Path]:
@@ -48,6 +67,8 @@ def solved(source: Path) -> Any:
         ids.add(name)
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+    install = nbformat.v4.new_code_cell(INSTALL.format(version=__version__), id=f"{number}-install")
+    notebook.cells.insert(1, install)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
 
@@ -149,11 +170,15 @@ def make_lessons(names: list[str]) -> int:
     into the machine's results file, with the size they were run at."""
     import torch
 
+    from minillm import doctor
     from minillm.bench import machine, results
+    from minillm.device import pick_dtype
 
     file = ROOT / "results" / f"{machine.slug()}.json"
     results.check_room(file)
     dial = os.environ.get("MINILLM_SIZE", "default")
+    cpu = torch.device("cpu")
+    speeds = doctor.measure(cpu)  # for estimates on other machines
     for source in chosen(names):
         path = source.with_suffix(".ipynb")
         old = nbformat.read(path, as_version=4) if path.exists() else None
@@ -167,8 +192,9 @@ def make_lessons(names: list[str]) -> int:
         print(f"{source.stem}: {seconds:.0f} s", flush=True)
         found = results.load(file).get("lessons", {"seconds": {}}) if file.exists() else {"seconds": {}}
         taken = {**found["seconds"], source.stem: {"size": dial, "seconds": round(seconds, 1)}}
-        about = machine.describe(torch.device("cpu"))
-        results.add(file, "lessons", {"about": about, "partial": False, "seconds": taken})
+        section = {"about": machine.describe(cpu), "partial": False, "seconds": dict(sorted(taken.items()))}
+        section |= {"speeds": speeds, "dtype": str(pick_dtype("auto", cpu)).removeprefix("torch.")}
+        results.add(file, "lessons", section)
         INDEX.write_text(index(INDEX.read_text("utf-8"), taken), "utf-8")
     return 0
 

@@ -4,17 +4,22 @@
     def keys_land(work: Work) -> None: ...
 
 A property gets the learner's work and raises Wrong. It never falls back to our own code: what is not there is wrong.
+But a function that calls others of the learner's is not to be blamed for theirs. `uses` names these, with right ones:
+where one of them is wrong too, the property is tried again with the right one in its place, to find whose fault it is.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from minillm.errors import InputError
 from minillm.lab.work import Work, Wrong, time_limit
 
 SECONDS = 30.0  # for one property: far more than it takes
-LESSONS = ("00", "01", "02", "03", "04", "05", "06", "07", "08")
+LESSONS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10")
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Property:
     says: str  # what must hold, as a sentence
     hint: str  # the usual cause when it does not
     run: Callable[[Work], None]
+    uses: Mapping[str, Any] = field(default_factory=dict)  # the learner's functions that this one calls: right ones
 
 
 PROPERTIES: list[Property] = []
@@ -32,11 +38,13 @@ PROPERTIES: list[Property] = []
 Run = Callable[[Work], None]
 
 
-def holds(lesson: str, function: str, says: str, hint: str) -> Callable[[Run], Run]:
+def holds(
+    lesson: str, function: str, says: str, hint: str, uses: Mapping[str, Any] | None = None
+) -> Callable[[Run], Run]:
     """Registers a property of a lesson, in the order of the file."""
 
     def register(run: Run) -> Run:
-        PROPERTIES.append(Property(lesson, function, says, hint, run))
+        PROPERTIES.append(Property(lesson, function, says, hint, run, uses or {}))
         return run
 
     return register
@@ -56,6 +64,7 @@ class Finding:
 
     prop: Property
     wrong: str | None
+    waits: bool = False  # the fault is not the function's own, but of others that it uses
 
 
 @dataclass(frozen=True)
@@ -80,12 +89,14 @@ class Report:
                 if (prop.function, wrong) not in told:
                     lines.append(f"  to do  {wrong}")
             else:
-                lines.append(f"  WRONG  {prop.function}: {prop.says}")
+                lines.append(f"  {'wait ' if finding.waits else 'WRONG'}  {prop.function}: {prop.says}")
                 if (prop.function, wrong) in told:
                     lines.append("         the same as above")
                 else:
                     lines += [f"         {line}" for line in wrong.splitlines()]
-                    if f"{prop.function} raised " not in wrong:  # a hint is about a result, and there is none
+                    # a hint is about a result of this very function, and there is none
+                    none = (f"{prop.function} raised ", "took longer than", "was too slow above", FAILED)
+                    if not finding.waits and not any(words in wrong for words in none):
                         lines.append(f"         hint: {prop.hint}")
             told.add((prop.function, wrong or ""))
         right = sum(finding.wrong is None for finding in self.findings)
@@ -96,18 +107,49 @@ class Report:
 def run_checks(lesson: str, work: Work, only: Sequence[str] | None = None) -> Report:
     """Every property of the lesson (or of the functions in `only`), each under a time limit. A function that was too
     slow once is not tried again."""
-    findings: list[Finding] = []
-    slow: set[str] = set()
-    for prop in properties(lesson):
-        if only is None or prop.function in only:
-            wrong = f"{prop.function} was too slow above; not tried" if prop.function in slow else reason(prop, work)
-            if wrong is not None and "took longer than" in wrong:
-                slow.add(prop.function)
-            findings.append(Finding(prop, wrong))
+    every = properties(lesson)
+    known: dict[tuple[str, str], Finding] = {}
+    slow: dict[str, Finding] = {}
+
+    def find(prop: Property) -> Finding:
+        key = (prop.function, prop.says)
+        if key not in known:
+            known[key] = judged(prop)
+        return known[key]
+
+    def judged(prop: Property) -> Finding:
+        if prop.function in slow:
+            waits = slow[prop.function].waits  # a part of it may have been the slow one
+            return Finding(prop, f"{prop.function} was too slow above; not tried", waits)
+        wrong = reason(prop, work)
+        if wrong is None or "not written yet" in wrong:
+            return Finding(prop, wrong)
+        of = {name: [find(other) for other in every if other.function == name] for name in prop.uses}
+        faulty = [name for name in of if any(found.wrong is not None and not found.waits for found in of[name])]
+        found = whose(prop, work, faulty) if faulty else Finding(prop, wrong)
+        if "took longer than" in wrong:
+            slow[prop.function] = found
+        return found
+
+    findings = [find(prop) for prop in every if only is None or prop.function in only]
     if not findings:
-        known = ", ".join(dict.fromkeys(prop.function for prop in properties(lesson)))
-        raise InputError(f"nothing to check for {', '.join(only or ())}; lesson {lesson} checks {known}")
+        names = ", ".join(dict.fromkeys(prop.function for prop in every))
+        raise InputError(f"nothing to check for {', '.join(only or ())}; lesson {lesson} checks {names}")
     return Report(lesson, work.source, findings)
+
+
+def whose(prop: Property, work: Work, faulty: Sequence[str]) -> Finding:
+    """Of a property that does not hold, where functions that are used are wrong too: whose fault is it?"""
+    names, one = " and ".join(faulty), len(faulty) == 1
+    with work.replaced({name: prop.uses[name] for name in faulty}):
+        own = reason(prop, work)
+    if own is None:
+        right = "a right one" if one else "right ones"
+        return Finding(prop, f"mend {names} first: with {right} in the place of yours, this holds", waits=True)
+    return Finding(prop, f"{own}\n(this stays so with {'a ' if one else ''}right {names} in the place of yours)")
+
+
+FAILED = "the check itself failed"
 
 
 def reason(prop: Property, work: Work) -> str | None:
@@ -117,6 +159,12 @@ def reason(prop: Property, work: Work) -> str | None:
             prop.run(work)
     except Wrong as wrong:
         return str(wrong)
-    except Exception as error:  # the learner's function, deep inside the engine
-        return work.explain(prop.function, error)
+    except Exception as error:
+        if work.took_part(prop.function, error.__traceback__):  # the learner's function, deep inside the engine
+            return work.explain(prop.function, error)
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"{FAILED}, which says nothing about your {prop.function}: {type(error).__name__}: {error}\n"
+            f"  at line {at.lineno} of {Path(at.filename).name}: {at.line}\nPlease report this, with these lines."
+        )
     return None

@@ -47,13 +47,17 @@ def show_masks(
     """
     names = list(masks)
     T, S = masks[names[0]].shape
-    figure = Figure(figsize=(1.2 + len(masks) * (0.6 + 0.32 * S), 1.3 + 0.32 * T), layout="constrained")
+    figure = Figure(figsize=(1.2 + len(masks) * (0.6 + 0.32 * S), 1.5 + 0.32 * T), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(masks), squeeze=False)[0], names, strict=True):
         draw_mask(axes, masks[name], masks[names[-1]], name, rows, columns)
     if words is None:
-        differing = [name for name in names if masks[name].shape == (T, S) and (masks[name] != masks[names[-1]]).any()]
-        words = f"{T} queries by {S} keys: {', '.join(names)}. "
-        words += f"{', '.join(differing)} differs from {names[-1]}." if differing else "All are the same."
+        expected, told = masks[names[-1]], []
+        for name in names[:-1]:
+            if masks[name].shape != expected.shape:
+                told.append(f"{name} has another shape than {names[-1]}.")
+            elif wrong := int((masks[name] != expected).sum()):
+                told.append(f"{name} differs from {names[-1]} in {wrong} of {expected.numel()} cells.")
+        words = f"{T} queries by {S} keys: {', '.join(names)}. {' '.join(told) or 'All are the same.'}"
     show(figure, words)
     for name in names:
         print(f"\n{name}\n{mask_grid(masks[name], rows, columns)}")
@@ -71,7 +75,7 @@ def draw_mask(
     axes.grid(which="minor", color="black", linewidth=0.5)
     axes.tick_params(which="both", length=0)
     axes.set_xlabel("key: who is looked at")
-    axes.set_ylabel("query: who looks")
+    axes.set_ylabel("query: who looks" if T > 1 else "query")
     axes.set_title(title, fontsize=10, loc="left")
     if expected.shape == mask.shape:
         for t, s in (mask != expected).nonzero().tolist():

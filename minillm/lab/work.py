@@ -8,6 +8,7 @@ import linecache
 import re
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ class Work:
     """The functions, and where they come from. `broken` tells of cells that do not run: {function: why}."""
 
     source: str  # for people: a path, or "this notebook"
-    names: Mapping[str, Any]
+    names: dict[str, Any]  # the globals of its functions
     broken: dict[str, str] = field(default_factory=dict)
     mine: frozenset[str] = frozenset()  # file names of the learner's code, as tracebacks have them
 
@@ -46,6 +47,20 @@ class Work:
         if not callable(found):
             raise Wrong(f"{name} is {type(found).__name__}, not a function")
         return found
+
+    @contextmanager
+    def replaced(self, others: Mapping[str, Any]) -> Iterator[None]:
+        """Inside the block the learner's code finds these in the place of its own functions of the same names."""
+        before, broken = {name: self.names[name] for name in others if name in self.names}, self.broken
+        self.broken = {name: why for name, why in broken.items() if name not in others}
+        self.names.update(others)
+        try:
+            yield
+        finally:
+            for name in others:
+                self.names.pop(name, None)
+            self.names.update(before)
+            self.broken = broken
 
     def call(self, name: str, *args: Any, changes: Sequence[int] = (), **kwargs: Any) -> Any:
         """Calls the function with copies of nothing: arguments that it changes are found out.
@@ -80,10 +95,23 @@ class Work:
     def line(self, trace: TracebackType | None) -> str:
         """The last line of the learner's own code in a traceback."""
         for frame in reversed(traceback.extract_tb(trace)):
-            if frame.filename in self.mine or "ipykernel" in frame.filename or frame.filename.startswith("<ipython"):
+            if self.is_mine(frame.filename):
                 where = "" if frame.name == "<module>" else f" of {frame.name}"
                 return f"\n  at line {frame.lineno}{where}: {frame.line}"
         return ""
+
+    def is_mine(self, filename: str) -> bool:
+        return filename in self.mine or "ipykernel" in filename or filename.startswith("<ipython")
+
+    def took_part(self, name: str, trace: TracebackType | None) -> bool:
+        """Whether a traceback goes through the learner's code: through any of it, or the module that `name` is from."""
+        module = getattr(self.names.get(name), "__module__", None)
+        return any(
+            self.is_mine(frame.f_code.co_filename)
+            or frame.f_globals is self.names
+            or (module is not None and frame.f_globals.get("__name__") == module)
+            for frame, _ in traceback.walk_tb(trace)
+        )
 
 
 def unwritten_task(message: str) -> str | None:
@@ -174,18 +202,22 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         raise Wrong(f"{what} took longer than {seconds:g} s: does a loop never end?")
 
     before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    left, _ = signal.getitimer(signal.ITIMER_REAL)  # of a limit around this one; 0: there is none
+    signal.setitimer(signal.ITIMER_REAL, min(seconds, left or seconds))
+    began = time.monotonic()
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3))
 
 
 # ---- finding the functions
 
 
-def from_namespace(names: Mapping[str, Any], source: str = "this notebook") -> Work:
+def from_namespace(names: dict[str, Any], source: str = "this notebook") -> Work:
     return Work(source, names)
 
 

@@ -323,7 +323,8 @@ def plot(result: Result) -> Figure:
         axes.text(cvs[-1] + 0.03, waits[-1].median, policy, va="center")
     for point in points:
         ratio_at = (point.cv, point.mean_wait["static"].median)
-        axes.annotate(gain(point), ratio_at, (-4, 9), textcoords="offset points", ha="right", fontsize=9)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.annotate(gain(point), ratio_at, (-4, 9), textcoords="offset points", ha="right", fontsize=9, bbox=box)
         if point.article:
             axes.axvline(point.cv, color="0.4", linestyle=":", zorder=0)
             axes.text(point.cv + 0.01, 0.42, "the article's mix", transform=axes.get_xaxis_transform(), fontsize=9)

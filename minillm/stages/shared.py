@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import groupby
 
 from minillm.engine import Engine
 from minillm.model import Llama
 from minillm.request import Arrivals, Event, Request
-from minillm.slots import SharedSlots
+from minillm.sharing import SharedSlots
 
 
 def generate(
@@ -23,6 +24,7 @@ def generate(
     slots = partial(SharedSlots, n_slots=n_slots, size=block)
     engine = Engine(model, max_running=max_running, budget=budget, max_len=size, slots=slots)
     while engine.busy or arrivals:
-        for request in arrivals.take(len(requests), wait=not engine.busy):
-            engine.submit(request)
+        taken = arrivals.take(len(requests), wait=not engine.busy)
+        for _, samples in groupby(taken, key=lambda request: (request.prompt, request.seed)):
+            engine.submit(*samples)
         yield from engine.step()

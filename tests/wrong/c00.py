@@ -96,6 +96,22 @@ WRONG = [
         "def decode_ceiling(*args):\n    return 1 / (args[0] * seconds(*args))\n",
         "tokens/s of one text at 1 MB/s",
     ),
+    Mutant(
+        "the notebook's number of weights in place of the argument's",
+        "weights = 134_515_008\n" + decode().replace("    weights = " + RIGHT["weights"] + "\n", ""),
+        "did you use a name of the notebook, weights, in place of an argument?",
+    ),
+    Mutant(
+        "the notebook's machine in place of the argument's",
+        "ceilings = ceiling.Ceilings(1e10, 1e10, 1e11)\n"
+        + decode().replace(", bytes_per_s, flops_per_s)\n", ", ceilings.bytes_per_s, ceilings.flops_per_s)\n"),
+        "did you use a name of the notebook, ceilings, in place of an argument?",
+    ),
+    Mutant(
+        "a name of a cell that a file's check does not run",
+        decode().replace("    weights = " + RIGHT["weights"] + "\n", "").replace("weights", "all_weights"),
+        "did you use a name of the notebook, all_weights, in place of an argument?",
+    ),
     Mutant("factor 2 forgotten", balance("itemsize * flops_per_s / bytes_per_s"), "expected 20, got 40"),
     Mutant("upside down", balance("2 * bytes_per_s / (itemsize * flops_per_s)"), "expected 20, got"),
     Mutant("bytes of a weight forgotten", balance("flops_per_s / bytes_per_s"), "B at "),

@@ -151,7 +151,23 @@ def merge(piece, ranks):
 """,
         "merge changed its argument number 2",
     ),
+    Mutant(
+        "goes on when no pair has a rank",
+        merging().replace("if not pairs:\n            break", "if not pairs:\n            continue"),
+        "merge took longer than 3 s",
+    ),
+    Mutant("parts joined, not listed", merging(result="b''.join(parts)"), "merge(b'a') is bytes; it must be a list"),
     Mutant("length read big-endian", header('int.from_bytes(file.read(8), "big")'), "read_header raised"),
+    Mutant(
+        "length read big-endian, and told so",
+        header('int.from_bytes(file.read(8), "big")'),
+        "where it is 254? Is the byte order right?",
+    ),
+    Mutant(
+        "length read big-endian for one tensor",
+        reading().replace('"little"', '"big"'),
+        "there is nothing where you read: did you seek past the end?",
+    ),
     Mutant(
         "length read from two bytes",
         header('int.from_bytes(file.read(2) + bytes(0 * len(file.read(6))), "little")'),
@@ -249,6 +265,15 @@ def read_tensor(path, name):
         "read_tensor took",
     ),
     Mutant("K and V with all query heads", counting(kv="config.n_heads * D * d"), "parameters of a layer of d = 40"),
+    Mutant(
+        "D as d // H", counting().replace("config.head_dim", "config.d_model // config.n_heads"), "as with D = d // H"
+    ),
+    Mutant(
+        "D as d / H",
+        counting().replace("config.head_dim", "config.d_model / config.n_heads"),
+        "needs it: the width D of a head is config.head_dim, not d / H",
+    ),
+    Mutant("d in place of H * D, and told so", counting(q="d * d"), "D is config.head_dim, not d / H"),
     Mutant("q and o as d times d", counting(q="d * d"), "parameters of a layer of d = 40"),
     Mutant("gate forgotten", counting(mlp="2"), "parameters of a layer of d = 40"),
     Mutant("one norm per layer", counting(norms="1"), "parameters of a layer of d = 40"),

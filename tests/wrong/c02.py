@@ -107,6 +107,15 @@ def rms_norm(x, weight, eps):
 """,
         "rms_norm changed its argument number 1",
     ),
+    Mutant(
+        "norm forgets the weight: not the block's fault",
+        """
+def rms_norm(x, weight, eps):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+""",
+        "mend rms_norm first: with a right one in the place of yours, this holds",
+    ),
     # ---- frequencies
     Mutant(
         "exponent counts in ones",
@@ -456,6 +465,32 @@ def sdpa(q, k, v, mask):
 """,
         "sdpa changed its argument number 4",
     ),
+    Mutant(
+        "mask without a dimension for the heads",
+        """
+def sdpa(q, k, v, mask):
+    G = q.shape[-2] // k.shape[-2]
+    k, v = k.repeat_interleave(G, -2), v.repeat_interleave(G, -2)
+    q, k, v = (t.transpose(-3, -2) for t in (q, k, v))
+    scores = (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32))
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype)
+    return (weights @ v).transpose(-3, -2).masked_fill(~mask.any(-1)[..., None, None], 0.0)
+""",
+        "mask [5, 3, 4]. Scores are [..., H, T, S], and the mask is [..., T, S]:\ngive it a dimension for the heads",
+    ),
+    Mutant(
+        "heads looked for at the first dimension: only one text works",
+        """
+def sdpa(q, k, v, mask):
+    G = q.shape[-2] // k.shape[-2]
+    k, v = k.repeat_interleave(G, -2), v.repeat_interleave(G, -2)
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    scores = (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32))
+    weights = scores.masked_fill(~mask[..., None, :, :], float("-inf")).softmax(-1).to(v.dtype)
+    return (weights @ v).transpose(0, 1).masked_fill(~mask.any(-1)[..., None, None], 0.0)
+""",
+        "count dimensions from the end",
+    ),
     # ---- swiglu
     Mutant(
         "silu on up",
@@ -502,6 +537,22 @@ def block(x, cos, sin, mask, layer):
     return x + swiglu(h, *mlp.gate_up.weight.chunk(2), mlp.down.weight)
 """,
         "the first block that differs is 0",
+    ),
+    Mutant(
+        "rms_norm and block both wrong: both are told",
+        """
+def rms_norm(x, weight, eps):
+    return x * weight
+
+def block(x, cos, sin, mask, layer):
+    attn, mlp = layer.attn, layer.mlp
+    qkv = F.linear(rms_norm(x, layer.attn_norm.weight, layer.attn_norm.eps), attn.qkv.weight)
+    q, k, v = qkv.unflatten(-1, (-1, attn.head_dim)).split(attn.heads, -2)
+    x = x + F.linear(sdpa(rotate(q, cos, sin), k, v, mask).flatten(-2), attn.o.weight)
+    h = rms_norm(x, layer.mlp_norm.weight, layer.mlp_norm.eps)
+    return x + swiglu(h, *mlp.gate_up.weight.chunk(2), mlp.down.weight)
+""",
+        "; what goes into it, the embeddings, is right\n(this stays so with a right rms_norm in the place of yours)",
     ),
     Mutant(
         "v rotated too",

@@ -182,6 +182,12 @@ WRONG = [
         "is in the prompt",
         ("if token in model.config.eos:", "if any(t in model.config.eos for t in text):"),
     ),
+    loop(
+        "a prompt that ends with an end token gets nothing",
+        "it stopped after 0 new tokens, because the prompt's last token",
+        ("for _ in range(n_new):", "while len(text) < len(prompt) + n_new and text[-1] not in model.config.eos:"),
+        (END, ""),
+    ),
     loop("the prompt comes back too", "the prompt came back too", ("return text[len(prompt):]", "return text")),
     loop("the caller's prompt grows", "generate changed its argument number 2", ("list(prompt)", "prompt")),
     loop("tensors in the list", "it must hold Python ints", ("int(logits.argmax(-1))", "logits.argmax(-1)[0]")),
@@ -277,6 +283,23 @@ WRONG = [
         ("before = probs.cumsum(0) - probs", "plain = wide.softmax(-1)[ids]\n        before = plain.cumsum(0) - plain"),
         ("top_p * total", "top_p * plain[probs > 0].sum()"),
     ),
+    draw(
+        "top_p against weights that do not sum to 1",
+        "at top_k 0 and top_p 1 nothing may be filtered",
+        (".softmax(-1)", ".exp()"),
+        ("    if top_p < 1:\n", "    if True:\n"),
+        ("top_p * total", "top_p"),
+    ),
+    draw(
+        "top_p 1 filters the tail away, since sums are rounded",
+        "the token of logits [-40.0, 0.0] at temperature 1, top_k 0, top_p 1, u = 0",
+        ("    if top_p < 1:\n", "    if True:\n"),
+    ),
+    draw(
+        "no weight left, and told so",
+        "no token came, nor does one at u = 0: are all weights 0, or NaN?",
+        ("0 < top_k < len(probs)", "top_k < len(probs)"),
+    ),
     draw("no renormalisation", "does the running sum reach 1", ("    probs = probs / probs.sum()\n", "")),
     draw(
         "no renormalisation, and the last id takes the rest",
@@ -359,6 +382,11 @@ WRONG = [
     count(
         "a float",
         "expected 24, got 24.0",
+        "n_new * n_prompt + n_new * (n_new - 1) / 2",
+    ),
+    count(
+        "a float, and told so",
+        "got 24.0, a float; it must be an int",
         "n_new * n_prompt + n_new * (n_new - 1) / 2",
     ),
     count(

@@ -109,6 +109,14 @@ def store(memory, positions, new):
 """,
         "belongs at position",
     ),
+    Mutant(
+        "a wrong store: not CachedAttend's fault, nor generate's",
+        """
+def store(memory, positions, new):
+    memory[:, positions - int(positions[0])] = new.transpose(0, 1)
+""",
+        "mend store first",
+    ),
     # ---- CachedAttend
     Mutant(
         "keys stored before rotation",
@@ -260,6 +268,31 @@ class CachedAttend(CachedAttend):
         "raised RuntimeError: Sizes of tensors must match",
     ),
     Mutant(
+        "keys and values not transposed",
+        """
+class CachedAttend(CachedAttend):
+    def __call__(self, layer, q, k, v):
+        store(self.k_memory[layer], self.positions, k)
+        store(self.v_memory[layer], self.positions, v)
+        keys, values = self.k_memory[layer, :, : self.size], self.v_memory[layer, :, : self.size]
+        return attention.sdpa(q, keys, values, self.mask)
+""",
+        "was given K as [Hkv, S, D], as it lies in the memory; it wants [S, Hkv, D], so transpose heads and positions",
+    ),
+    Mutant(
+        "one value too few is read",
+        """
+class CachedAttend(CachedAttend):
+    def __call__(self, layer, q, k, v):
+        store(self.k_memory[layer], self.positions, k)
+        store(self.v_memory[layer], self.positions, v)
+        keys = self.k_memory[layer, :, : self.size].transpose(0, 1)
+        values = self.v_memory[layer, :, : self.size - 1].transpose(0, 1)
+        return attention.sdpa(q, keys, values, self.mask)
+""",
+        "attention.sdpa was given V [4, 2, 8] and a mask [T, S] of [5, 5]; it wants K and V as [S, Hkv, D]",
+    ),
+    Mutant(
         "layer index ignored",
         """
 class CachedAttend(CachedAttend):
@@ -344,6 +377,18 @@ def generate(model, prompt, n_new):
             "return tokens[len(prompt) : len(prompt) + n_new]",
         ),
         "11 tokens went through the model",
+    ),
+    Mutant(
+        "computed grows by one a step",
+        generate("computed = len(tokens)\n", "computed += 1\n"),
+        "and must push [19]: before it, 7 tokens have gone through the model, and `computed` is their number",
+    ),
+    Mutant(
+        "computed is set after the new token is appended",
+        generate(
+            "        computed = len(tokens)\n", "", "argmax()))\n", "argmax()))\n        computed = len(tokens)\n"
+        ),
+        "Set it before the new token is appended",
     ),
     Mutant(
         "one memory for K and V",

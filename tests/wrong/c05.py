@@ -289,7 +289,7 @@ def generate(model, prompt, n_new, m):
         ids, positions = line(tokens[-1:], len(tokens) - 1, model.device)
         hidden = model(ids, positions, CachedAttend(cache, positions))
 """,
-        "generate(model, a prompt of 1, 3, 2): first different",
+        "generate(model, a prompt of 7, 3, 4): first different",
     ),
     Mutant(
         "last short chunk dropped in the loop",
@@ -307,7 +307,7 @@ def generate(model, prompt, n_new, m):
         ids, positions = line(tokens[-1:], len(tokens) - 1, model.device)
         hidden = model(ids, positions, CachedAttend(cache, positions))
 """,
-        "generate(model, a prompt of 3, 3, 2): the hidden state at position 3 is NaN",
+        "generate(model, a prompt of 7, 3, 4): the hidden state at position 7 is NaN",
     ),
     Mutant(
         "positions start again in every chunk",
@@ -376,7 +376,7 @@ def generate(model, prompt, n_new, m):
             tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 """,
-        "the hidden state at position 1 is NaN",
+        "the hidden state at position 4 is NaN",
     ),
     Mutant(
         "chunks attend to themselves alone",
@@ -393,7 +393,7 @@ def generate(model, prompt, n_new, m):
             tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 """,
-        "the hidden state at position 1 differs by",
+        "the hidden state at position 4 differs by",
     ),
     Mutant(
         "the token is read from the first row of the chunk",
@@ -410,7 +410,7 @@ def generate(model, prompt, n_new, m):
             tokens.append(int(model.logits(hidden[:1]).argmax()))
     return tokens[len(prompt) :]
 """,
-        "generate(model, a prompt of 2, 3, 2): first different at index 0",
+        "generate(model, a prompt of 7, 3, 4): first different at index 0",
     ),
     Mutant(
         "logits of every row of every chunk",
@@ -499,5 +499,89 @@ def generate(model, prompt, n_new, m):
     return tokens
 """,
         "return the 3 new tokens alone",
+    ),
+    Mutant(
+        "computed grows by m",
+        """
+def generate(model, prompt, n_new, m):
+    tokens, computed = list(prompt), 0
+    cache = KVCache(model, len(prompt) + n_new)
+    while len(tokens) < len(prompt) + n_new:
+        new = tokens[computed : computed + m]
+        ids, positions = line(new, computed, model.device)
+        hidden = model(ids, positions, CachedAttend(cache, positions))
+        computed += m
+        if computed == len(tokens):
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
+""",
+        "does `computed` grow by what was in the step, and not by m?",
+    ),
+    Mutant(
+        "a cache for the prompt alone",
+        """
+def generate(model, prompt, n_new, m):
+    tokens, computed = list(prompt), 0
+    cache = KVCache(model, len(prompt))
+    while len(tokens) < len(prompt) + n_new:
+        new = tokens[computed : computed + m]
+        ids, positions = line(new, computed, model.device)
+        hidden = model(ids, positions, CachedAttend(cache, positions))
+        computed += len(new)
+        if computed == len(tokens):
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
+""",
+        "has the cache room for the prompt and the new tokens?",
+    ),
+    Mutant(
+        "the prompt grows, and the loop runs on beyond the cache",
+        """
+def generate(model, prompt, n_new, m):
+    tokens, computed = prompt, 0
+    cache = KVCache(model, len(prompt) + n_new)
+    while len(tokens) < len(prompt) + n_new:
+        new = tokens[computed : computed + m]
+        ids, positions = line(new, computed, model.device)
+        hidden = model(ids, positions, CachedAttend(cache, positions))
+        computed += len(new)
+        if computed == len(tokens):
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
+""",
+        "generate changed its argument number 2, the prompt; work on a copy",
+    ),
+    Mutant(
+        "computed does not grow",
+        """
+def generate(model, prompt, n_new, m):
+    tokens, computed = list(prompt), 0
+    cache = KVCache(model, len(prompt) + n_new)
+    while len(tokens) < len(prompt) + n_new:
+        new = tokens[computed : computed + m]
+        ids, positions = line(new, computed, model.device)
+        hidden = model(ids, positions, CachedAttend(cache, positions))
+        if computed == len(tokens):
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
+""",
+        "does `computed` grow after each step?",
+    ),
+    Mutant(
+        "a tensor for a token",
+        """
+def generate(model, prompt, n_new, m):
+    tokens, computed = list(prompt), 0
+    cache = KVCache(model, len(prompt) + n_new)
+    while len(tokens) < len(prompt) + n_new:
+        new = tokens[computed : computed + m]
+        ids, positions = line(new, computed, model.device)
+        hidden = model(ids, positions, CachedAttend(cache, positions))
+        computed += len(new)
+        if computed == len(tokens):
+            tokens.append(model.logits(hidden[-1:]).argmax())
+    return tokens[len(prompt) :]
+""",
+        "the list holds Tensor; token ids must be whole numbers",
     ),
 ]

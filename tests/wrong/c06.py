@@ -72,6 +72,11 @@ WRONG = [
         rectangle(tokens=LEFT, last="torch.full((len(new),), T - 1)"),
         "computes alone",
     ),
+    Mutant(
+        "pads on the left: the real tokens' positions",
+        rectangle(tokens=LEFT),
+        "positions of the real tokens of row 1, in columns 2 .. 2, for new",
+    ),
     Mutant("last-token index always T-1", rectangle(last="torch.full((len(new),), T - 1)"), "last for new"),
     Mutant(
         "last-token index counted in the text",
@@ -134,6 +139,11 @@ def rectangle(new, starts, size):
     Mutant(
         "return forgotten", "def rectangle(new, starts, size):\n    T = max(map(len, new))\n", "is a `return` missing"
     ),
+    Mutant(
+        "last counted wrongly: not generate's fault",
+        rectangle(last="torch.tensor([0 for row in new])"),
+        "mend rectangle first: with a right one in the place of yours, this holds",
+    ),
     # ---- generate
     Mutant("state of the last column, a pad", generate(ends="hidden[:, -1]"), "alone the row makes"),
     Mutant("ended row goes on emitting", generate(wants="True"), "and asked for"),
@@ -153,6 +163,16 @@ def rectangle(new, starts, size):
         "pad keys visible: a single new token gets no mask",
         generate(attend="NoMask(cache, positions)", extra=NO_MASK),
         "alone the row makes",
+    ),
+    Mutant(
+        "what is not written yet is seen: a single new token gets no mask",
+        generate(attend="NoMask(cache, positions)", extra=NO_MASK),
+        "with 1e4 in every place that is not written yet, and",
+    ),
+    Mutant(
+        "one start for all rows: its company got in",
+        generate(grows="max(len(p) for p in new) if len(outputs[b]) == 0 else 1"),
+        "as the only row, and",
     ),
     Mutant("cache too small: no places for new tokens", generate(size="max(map(len, prompts)) + 1"), "alone"),
     Mutant(
@@ -236,5 +256,10 @@ def wasted(prompts, n_new):
         "the others' own tokens forgotten", "def refill_pads(n, B):\n    return n * (B - 1)\n", "expected 693, got 700"
     ),
     Mutant("the newcomer pads itself", "def refill_pads(n, B):\n    return (n - 1) * B\n", "expected 693, got 792"),
+    Mutant(
+        "right when the prompt is short",
+        "def refill_pads(n, B):\n    return (n - 1) * (B - 1) if n < 200 else n * (B - 1)\n",
+        "refill_pads(399, 16), twice the 2985 of (200, 16) since n - 1 is doubled: expected 5970, got 5985",
+    ),
     Mutant("quadratic", "def refill_pads(n, B):\n    return (n - 1) ** 2\n", "expected 693, got 9801"),
 ]

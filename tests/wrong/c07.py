@@ -157,6 +157,15 @@ def visible(q_pos, k_pos, q_seq=None, k_seq=None):
 """,
         "visible raised RuntimeError",
     ),
+    Mutant(
+        "one flat text only, and told so",
+        """
+def visible(q_pos, k_pos, q_seq=None, k_seq=None):
+    mask = k_pos[None, :] <= q_pos[:, None]
+    return mask if q_seq is None or k_seq is None else mask & (k_seq[None, :] == q_seq[:, None])
+""",
+        "with [None, :] and [:, None] the mask fits one text only",
+    ),
     # pack
     Mutant("positions not reset for each text", pack(positions="range(len(positions), len(tokens))"), "positions of"),
     Mutant("positions from 0 in every step", pack(positions="range(len(new))"), "positions of"),
@@ -256,6 +265,24 @@ def context(rows, slot_of):
     Mutant("the head on every token", step(logits="model.logits(hidden)[last]"), "rows pushed through the head"),
     Mutant("a row of logits for every token", step(logits="model.logits(hidden)"), "the shape must be"),
     Mutant(
+        "read before written, and told so",
+        step(
+            attend="kv = pool.gather(layer, index); pool.store(layer, new_slots, k, v); "
+            "return attention.sdpa(q, *kv, mask)"
+        ),
+        "have NaN: a slot is read before it is written",
+    ),
+    Mutant(
+        "a row of logits for every token, and told so",
+        step(logits="model.logits(hidden)"),
+        "a row for each token: only those in `last` are worth the head",
+    ),
+    Mutant(
+        "slots gathered in place of an index",
+        step(attend="pool.store(layer, new_slots, k, v); return attention.sdpa(q, *pool.gather(layer, slots), mask)"),
+        "it wants what pool.index(slots) makes, not the slots themselves",
+    ),
+    Mutant(
         "every free slot read and masked",
         """
 def step(model, pool, rows, slot_of):
@@ -296,6 +323,21 @@ def step(model, pool, rows, slot_of):
             release="slot_of.pop(i)",
         ),
         "new tokens of text",
+    ),
+    Mutant(
+        "a finished text keeps its slots, and told so",
+        generate(release="pass"),
+        "does a text that has ended give its slots back, in time?",
+    ),
+    Mutant(
+        "the first of those that wait comes in again and again",
+        generate().replace("waiting.pop(0)", "waiting[0]"),
+        "is it taken out of `waiting` when it comes in?",
+    ),
+    Mutant(
+        "the list of running texts changed while going over it",
+        generate(release="free += slot_of.pop(i); running.remove(i)"),
+        "Did you change the list of running texts while going over it?",
     ),
     Mutant("a finished text keeps its slots", generate(release="pass"), "pop from empty list"),
     Mutant(

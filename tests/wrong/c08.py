@@ -314,6 +314,21 @@ WRONG = [
         "one for each sampled token",
     ),
     Mutant("update returns the tokens", updated(result="list(sampled.values())"), "what `request.accept` returned"),
+    Mutant(
+        "a wrong update: not the loop's fault",
+        updated(leave="pass", count="request.computed += 1"),
+        "mend update first: with a right one in the place of yours, this holds",
+    ),
+    Mutant(
+        "a wrong schedule: not the loop's fault",
+        planned(order="list(running)", room="left"),
+        "mend schedule first: with a right one in the place of yours, this holds",
+    ),
+    Mutant(
+        "schedule, update and run all wrong: all are told",
+        planned(room="left") + updated(count="pass") + looped(tell="yield from events; yield from events"),
+        "in the events; once is right\n(this stays so with right schedule and update in the place of yours)",
+    ),
     # ---- run
     Mutant("who has ended keeps its row", looped(release="pass"), "no row of memory is left"),
     Mutant(

@@ -1,6 +1,9 @@
 """Lesson 00: the roofline of a step, in bytes and operations. Every number here can be checked by hand."""
 
+import builtins
+import dis
 import random
+from types import FunctionType, ModuleType
 from typing import Any
 
 from minillm.bench import ceiling
@@ -8,7 +11,7 @@ from minillm.bench.ceiling import Ceilings
 from minillm.bench.harness import Step
 from minillm.config import Config
 from minillm.lab.checking import holds
-from minillm.lab.work import Work, same
+from minillm.lab.work import Work, Wrong, same
 
 ENDLESS = 1e30  # a machine that never has to wait for this
 
@@ -33,6 +36,48 @@ def expected(batch: int, context: int, config: Config, itemsize: int, bytes_per_
     )
     machine = Ceilings(bytes_per_s, bytes_per_s, flops_per_s)
     return batch / ceiling.floor_seconds([step], config, itemsize, machine)
+
+
+def right_floor(weight_bytes: float, kv_bytes: float, flops: float, bytes_per_s: float, flops_per_s: float) -> float:
+    return max((weight_bytes + kv_bytes) / bytes_per_s, flops / flops_per_s)
+
+
+PARTS = {"floor_seconds": right_floor}
+
+
+def borrowed(work: Work, name: str) -> list[str]:
+    """Global names that a function reads which are no functions, classes or modules: they come from the notebook."""
+    function = work.function(name)
+    if not isinstance(function, FunctionType):
+        return []
+    read = {str(step.argval) for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
+    own = {each for each in read if not hasattr(builtins, each)}
+    return sorted(each for each in own if not isinstance(work.names.get(each), FunctionType | type | ModuleType))
+
+
+def one_text_of(itemsize: int) -> str:
+    return f"tokens/s of one text at 1 MB/s, {weights(small()):,} weights of {itemsize} bytes each"
+
+
+def same_ceiling(work: Work, right: float, what: str, *args: Any) -> None:
+    """decode_ceiling(*args); a wrong one that reads names of the notebook is told so, by the simplest example."""
+
+    def ask(right: float, what: str, *args: Any) -> Wrong | None:
+        try:
+            same(work.call("decode_ceiling", *args), right, what)
+        except Wrong as wrong:
+            return wrong
+        return None
+
+    wrong = ask(right, what, *args)
+    if wrong is None:
+        return
+    names = borrowed(work, "decode_ceiling")
+    if not names:
+        raise wrong
+    wrong = ask(1e6 / (2 * weights(small())), one_text_of(2), 1, 0, small(), 2, 1e6, ENDLESS) or wrong
+    told = f"did you use a name of the notebook, {' or '.join(names)}, in place of an argument?"
+    raise Wrong(f"{wrong}\n{told}\nHere the model and the machine are others, and small.") from wrong.__cause__
 
 
 # ---- floor_seconds
@@ -102,13 +147,13 @@ def the_longer_one(work: Work) -> None:
     "decode_ceiling",
     "one text, where memory is slow: each token reads every weight once",
     hint="the weights are those of the layers and of the head, times itemsize; one text makes one token per step",
+    uses=PARTS,
 )
 def one_text(work: Work) -> None:
     config = small()
     for itemsize in (2, 4):
-        got = work.call("decode_ceiling", 1, 0, config, itemsize, 1e6, ENDLESS)
-        what = f"tokens/s of one text at 1 MB/s, {weights(config):,} weights of {itemsize} bytes each"
-        same(got, 1e6 / (itemsize * weights(config)), what)
+        case = 1, 0, config, itemsize, 1e6, ENDLESS
+        same_ceiling(work, 1e6 / (itemsize * weights(config)), one_text_of(itemsize), *case)
 
 
 @holds(
@@ -116,13 +161,14 @@ def one_text(work: Work) -> None:
     "decode_ceiling",
     "where memory is slow, B texts share one reading of the weights",
     hint="the weights are read once per step, whatever B is; and a step of B texts makes B tokens",
+    uses=PARTS,
 )
 def weights_are_shared(work: Work) -> None:
     config = small()
     one = 1e6 / (2 * weights(config))
     for batch in (2, 8, 32):
-        got = work.call("decode_ceiling", batch, 0, config, 2, 1e6, ENDLESS)
-        same(got, batch * one, f"tokens/s at B = {batch}, without K and V, where one text has {one:.4g}")
+        what = f"tokens/s at B = {batch}, without K and V, where one text has {one:.4g}"
+        same_ceiling(work, batch * one, what, batch, 0, config, 2, 1e6, ENDLESS)
 
 
 @holds(
@@ -130,27 +176,30 @@ def weights_are_shared(work: Work) -> None:
     "decode_ceiling",
     "where arithmetic is slow, a larger batch buys nothing",
     hint="every text needs its own multiplications: 2 operations for each weight, times B",
+    uses=PARTS,
 )
 def arithmetic_is_not_shared(work: Work) -> None:
     config = small()
     right = 1e6 / (2 * weights(config))
     for batch in (1, 8, 32):
-        got = work.call("decode_ceiling", batch, 0, config, 2, ENDLESS, 1e6)
-        same(got, right, f"tokens/s at B = {batch}, without K and V at 1 M operations/s")
+        what = f"tokens/s at B = {batch}, without K and V at 1 M operations/s"
+        same_ceiling(work, right, what, batch, 0, config, 2, ENDLESS, 1e6)
 
 
 @holds(
     "00",
     "decode_ceiling",
     "every text reads the K and V of its own context",
-    hint="K and V are not shared: B * context * config.kv_bytes_per_token(itemsize)",
+    hint="K and V are not shared: each of the B texts reads those of all its positions. Of one position, config says "
+    "how many bytes they have",
+    uses=PARTS,
 )
 def own_keys_and_values(work: Work) -> None:
     for config in (small(), small(n_kv_heads=6), small(n_kv_heads=1)):
         for batch, context in ((1, 1000), (8, 1000), (8, 2000)):
-            got = work.call("decode_ceiling", batch, context, config, 2, 1e6, ENDLESS)
+            case = batch, context, config, 2, 1e6, ENDLESS
             what = f"tokens/s at B = {batch}, S = {context} with Hkv = {config.n_kv_heads}, memory slow"
-            same(got, expected(batch, context, config, 2, 1e6, ENDLESS), what)
+            same_ceiling(work, expected(*case), what, *case)
 
 
 @holds(
@@ -159,13 +208,14 @@ def own_keys_and_values(work: Work) -> None:
     "attention multiplies too: 4 D operations for each score",
     hint="scores per token: context in each of L layers and H query heads; D multiplications and D additions for q k^T "
     "and as many for the sum over v",
+    uses=PARTS,
 )
 def scores_are_multiplied(work: Work) -> None:
     for config in (small(), small(n_layers=5), small(n_heads=2)):
         for batch, context in ((1, 1000), (4, 3000)):
-            got = work.call("decode_ceiling", batch, context, config, 2, ENDLESS, 1e6)
+            case = batch, context, config, 2, ENDLESS, 1e6
             what = f"tokens/s at B = {batch}, S = {context} with L = {config.n_layers}, H = {config.n_heads}, "
-            same(got, expected(batch, context, config, 2, ENDLESS, 1e6), what + "arithmetic slow")
+            same_ceiling(work, expected(*case), what + "arithmetic slow", *case)
 
 
 @holds(
@@ -173,6 +223,7 @@ def scores_are_multiplied(work: Work) -> None:
     "decode_ceiling",
     "any model on any machine: equal to the bench's own floor",
     hint="call your floor_seconds with all of a step's bytes and operations, then divide the batch by it",
+    uses=PARTS,
 )
 def any_model(work: Work) -> None:
     draw = random.Random(1)
@@ -189,9 +240,9 @@ def any_model(work: Work) -> None:
         )
         batch, context, itemsize = draw.randint(1, 128), draw.randint(0, 4096), draw.choice((1, 2, 4))
         machine = draw.uniform(1e5, 1e7), draw.uniform(1e5, 1e8)
-        got = work.call("decode_ceiling", batch, context, config, itemsize, *machine)
         what = f"tokens/s at B = {batch}, S = {context} at {itemsize} bytes a number ({config})"
-        same(got, expected(batch, context, config, itemsize, *machine), what)
+        right = expected(batch, context, config, itemsize, *machine)
+        same_ceiling(work, right, what, batch, context, config, itemsize, *machine)
 
 
 # ---- balance_batch

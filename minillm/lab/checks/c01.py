@@ -21,7 +21,7 @@ from minillm.config import Config
 from minillm.errors import InputError
 from minillm.fetch import find
 from minillm.lab.checking import holds
-from minillm.lab.work import Work, Wrong, same
+from minillm.lab.work import Work, Wrong, same, time_limit
 from minillm.model import Llama
 from minillm.tokenizer import DIGITS_SPLIT, Tokenizer
 
@@ -102,14 +102,39 @@ def told(ranks: dict[bytes, int]) -> str:
 
 
 def merges_to(work: Work, piece: bytes, ranks: dict[bytes, int], expected: list[int]) -> None:
-    same(work.call("merge", piece, ranks), expected, f"merge({piece!r}) with {{{told(ranks)}}}")
+    got = work.call("merge", piece, dict(ranks))  # the next check must find the table as it was
+    if not isinstance(got, list) or any(type(i) is not int for i in got):
+        ends_with_ids(work)  # says it by the simplest example
+    same(got, expected, f"merge({piece!r}) with {{{told(ranks)}}}")
+
+
+@holds(
+    "01",
+    "merge",
+    "it comes to an end, with a list of ids",
+    hint="stop when no pair of neighbours has a rank; what is left are parts, and `ranks` has their ids. It is only "
+    "read, never written to",
+)
+def ends_with_ids(work: Work) -> None:
+    with time_limit(3.0, "merge"):
+        for piece in (b"a", b"abcab"):
+            got = work.call("merge", piece, LETTERS | {b"ca": 20})
+            what = f"merge({piece!r})"
+            if got is None:
+                raise Wrong(f"{what} is None: is a `return` missing?")
+            if not isinstance(got, list):
+                raise Wrong(f"{what} is {type(got).__name__}; it must be a list of ids")
+            for i in got:
+                if type(i) is not int:
+                    raise Wrong(f"{what} has {i!r} in its list; it must hold ids, which are whole numbers")
 
 
 @holds(
     "01",
     "merge",
     "where nothing can be merged, every byte is its own token",
-    hint="begin with one part for each byte; `bytes([b])` makes a piece of one byte; end with the parts' ids in a list",
+    hint="begin with one part for each byte; `bytes([b])` makes a piece of one byte; end with the parts' ids, not with "
+    "the bytes' values",
 )
 def no_merges(work: Work) -> None:
     merges_to(work, b"a", LETTERS, [18])
@@ -181,13 +206,14 @@ def the_real_table(work: Work) -> None:
     if folder is None:
         same(merge(b"a", LETTERS), [18], "merge(b'a')")
         return
-    ranks, texts = real_table(folder)
+    ranks, texts = dict(real_table(folder)[0]), real_table(folder)[1]
     for text, expected in texts:
         got: list[int] = []
         for piece in regex.findall(DIGITS_SPLIT, text):
             ids = merge(piece.encode(), ranks)
-            if not isinstance(ids, list):
-                raise Wrong(f"merge({piece.encode()!r}) is {type(ids).__name__}; it must be a list of ids")
+            if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+                ends_with_ids(work)
+                raise Wrong(f"merge({piece.encode()!r}) is {ids!r}; it must be a list of ids")
             got += ids
         same(got, expected, f"the ids of {text!r}")
 
@@ -264,6 +290,28 @@ def peak(call: Callable[[], Any]) -> tuple[Any, int]:
         tracemalloc.stop()
 
 
+def header_of(work: Work, path: Path) -> Any:
+    """The learner's header; one who asks for more bytes than there can be is told why."""
+    try:
+        return work.call("read_header", path)
+    except Wrong as wrong:
+        if not isinstance(wrong.__cause__, OverflowError | MemoryError):
+            raise
+        with path.open("rb") as file:
+            first = file.read(8)
+        n = int.from_bytes(first, "little")
+        told = f"did n come out as {float(int.from_bytes(first, 'big')):.1e}, where it is {n}? Is the byte order right?"
+        raise Wrong(f"{wrong}\n{told} The first of the eight bytes counts least.") from wrong.__cause__
+
+
+def right_header(path: Path) -> Any:
+    with open(path, "rb") as file:
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
+PARTS = {"read_header": right_header}
+
+
 @holds(
     "01",
     "read_header",
@@ -273,7 +321,7 @@ def peak(call: Callable[[], Any]) -> tuple[Any, int]:
 def header_of_small_file(work: Work) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, _, header = sample_file(Path(folder), random.Random(0))
-        same_header(work.call("read_header", path), header, "the header of a file with three tensors")
+        same_header(header_of(work, path), header, "the header of a file with three tensors")
 
 
 @holds(
@@ -286,7 +334,7 @@ def long_header(work: Work) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tensors = {f"model.layers.{i}.weight": torch.zeros(1) for i in range(900)}
         header = write(Path(folder) / "long.safetensors", tensors)
-        got = work.call("read_header", Path(folder) / "long.safetensors")
+        got = header_of(work, Path(folder) / "long.safetensors")
         same_header(got, header, "the header of a file with 900 tensors")
 
 
@@ -303,7 +351,7 @@ def header_of_the_library(work: Work) -> None:
             save_file({"w" * n: torch.zeros(n)}, path, metadata={"n": "x" * n})
             entry = {"dtype": "F32", "shape": [n], "data_offsets": [0, 4 * n]}
             expected = {"__metadata__": {"n": "x" * n}, "w" * n: entry}
-            same_header(work.call("read_header", path), expected, f"the header of a file with {n} numbers")
+            same_header(header_of(work, path), expected, f"the header of a file with {n} numbers")
 
 
 @holds(
@@ -317,10 +365,23 @@ def no_more_than_the_header(work: Work) -> None:
         path, _, header = sample_file(Path(folder), random.Random(1))
         with path.open("r+b") as file:
             file.truncate(64 * MEGABYTE)  # takes no room on the disk
-        got, taken = peak(lambda: work.call("read_header", path))
+        got, taken = peak(lambda: header_of(work, path))
         same_header(got, header, "the header of a file of 64 MB")
         if taken > 8 * MEGABYTE:
             raise Wrong(f"read_header took {taken / MEGABYTE:.0f} MB of memory for the header of a file of 64 MB")
+
+
+def tensor_of(work: Work, path: Path, name: str) -> Any:
+    """The learner's tensor; one who looks for it behind the end of the file is told why."""
+    try:
+        return work.call("read_tensor", path, name)
+    except Wrong as wrong:
+        cause = wrong.__cause__
+        beyond = isinstance(cause, OverflowError | MemoryError | OSError) or "buffer length (0)" in str(cause)
+        if not beyond or isinstance(cause, FileNotFoundError):
+            raise
+        told = "there is nothing where you read: did you seek past the end? n is the number in the first eight bytes, "
+        raise Wrong(f"{wrong}\n{told}and the first of them counts least: is the byte order right?") from cause
 
 
 @holds(
@@ -328,12 +389,13 @@ def no_more_than_the_header(work: Work) -> None:
     "read_tensor",
     "a tensor comes back with its shape, dtype and values",
     hint="offsets count from where the data begins, which is after 8 bytes of length and n bytes of header",
+    uses=PARTS,
 )
 def one_tensor(work: Work) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weight = torch.tensor([[1.5, -2.0, 3.25], [0.0, 7.0, -0.5]])
         write(Path(folder) / "one.safetensors", {"weight": weight})
-        got = work.call("read_tensor", Path(folder) / "one.safetensors", "weight")
+        got = tensor_of(work, Path(folder) / "one.safetensors", "weight")
         same(got, weight, "a tensor [[1.5, -2, 3.25], [0, 7, -0.5]]", 0)
 
 
@@ -342,14 +404,16 @@ def one_tensor(work: Work) -> None:
     "read_tensor",
     "of several tensors, each from its own place",
     hint="data_offsets has begin and end of this tensor's bytes; the order of names in the header says nothing",
+    uses=PARTS,
 )
 def each_from_its_place(work: Work) -> None:
+    one_tensor(work)  # what is wrong with one file of one tensor is told once, above
     with tempfile.TemporaryDirectory() as folder:
         for pad in (0, 1, 7):
             path, tensors, _ = sample_file(Path(folder), random.Random(2), pad)
             for name, tensor in tensors.items():
                 what = f"tensor {name} of a file whose header ends in {pad} blanks"
-                same(work.call("read_tensor", path, name), tensor, what, 0)
+                same(tensor_of(work, path, name), tensor, what, 0)
 
 
 @holds(
@@ -357,8 +421,10 @@ def each_from_its_place(work: Work) -> None:
     "read_tensor",
     "every dtype, bit for bit; bfloat16 too",
     hint="take the dtype from the header's entry, through DTYPES; numpy has no bfloat16, torch.frombuffer has",
+    uses=PARTS,
 )
 def every_dtype(work: Work) -> None:
+    one_tensor(work)
     draw = random.Random(3)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
@@ -366,7 +432,7 @@ def every_dtype(work: Work) -> None:
         tensors["BF16"][0, :3] = torch.tensor([1.0, 3.140625, 1e30])
         write(path, tensors)
         for kind, tensor in tensors.items():
-            same(work.call("read_tensor", path, kind), tensor, f"a tensor stored as {kind}", 0)
+            same(tensor_of(work, path, kind), tensor, f"a tensor stored as {kind}", 0)
 
 
 @holds(
@@ -374,15 +440,17 @@ def every_dtype(work: Work) -> None:
     "read_tensor",
     "any shape: a single number, a vector, four axes",
     hint="reshape to the entry's shape, whatever its length; [] is the shape of a single number",
+    uses=PARTS,
 )
 def any_shape(work: Work) -> None:
+    one_tensor(work)
     draw = random.Random(4)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         for shape in ((), (1,), (7,), (1, 3), (3, 1), (2, 3, 4, 5)):
-            tensor = some(draw, torch.bfloat16, *shape)
+            tensor = some(draw, torch.float32, *shape)  # the dtype that every reader of the above can read
             write(path, {"before": torch.zeros(3), "it": tensor})
-            same(work.call("read_tensor", path, "it"), tensor, f"a tensor of shape {list(shape)}", 0)
+            same(tensor_of(work, path, "it"), tensor, f"a tensor of shape {list(shape)}", 0)
 
 
 @holds(
@@ -390,13 +458,15 @@ def any_shape(work: Work) -> None:
     "read_tensor",
     "nothing but this tensor's bytes is read",
     hint="file.seek(...) to the beginning of the tensor, then read end - begin bytes",
+    uses=PARTS,
 )
 def no_more_than_the_tensor(work: Work) -> None:
+    one_tensor(work)
     with tempfile.TemporaryDirectory() as folder:
         path, tensors, _ = sample_file(Path(folder), random.Random(5))
         with path.open("r+b") as file:
             file.truncate(64 * MEGABYTE)
-        got, taken = peak(lambda: work.call("read_tensor", path, "a.weight"))
+        got, taken = peak(lambda: tensor_of(work, path, "a.weight"))
         same(got, tensors["a.weight"], "a small tensor of a file of 64 MB", 0)
         if taken > 8 * MEGABYTE:
             raise Wrong(f"read_tensor took {taken / MEGABYTE:.0f} MB of memory for a small tensor of a file of 64 MB")
@@ -407,8 +477,10 @@ def no_more_than_the_tensor(work: Work) -> None:
     "read_tensor",
     "the real file, where the weights are here: equal to the safetensors library",
     hint="if all above hold, this should too; compare your header with the library's",
+    uses=PARTS,
 )
 def the_real_file(work: Work) -> None:
+    one_tensor(work)
     folder = real()
     read_tensor = work.function("read_tensor")
     with tempfile.TemporaryDirectory() as scratch:
@@ -438,6 +510,26 @@ def parameters(config: Config) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def counted(work: Work, config: Config) -> int:
+    """The learner's count, once it is a whole number."""
+    got = work.call("count_parameters", config)
+    if got is None:
+        raise Wrong("count_parameters returned None: is a `return` missing?")
+    if not isinstance(got, int):
+        raise Wrong(
+            f"count_parameters is {type(got).__name__}; it must be a whole number. (`/` makes a float, and nothing "
+            "here needs it: the width D of a head is config.head_dim, not d / H.)"
+        )
+    return got
+
+
+def same_count(work: Work, config: Config, expected: int, what: str) -> None:
+    got = counted(work, config)
+    if got != expected:
+        one_more_layer(work)  # where a layer is wrong, everything is: it is told by the layer
+    same(got, expected, what)
+
+
 @holds(
     "01",
     "count_parameters",
@@ -446,13 +538,18 @@ def parameters(config: Config) -> int:
 )
 def one_more_layer(work: Work) -> None:
     for changes in ({}, {"n_kv_heads": 6}, {"head_dim": 8}, {"n_heads": 2}, {"d_ff": 100}, {"d_model": 64}):
-        counts = [work.call("count_parameters", sizes(n_layers=n, **changes)) for n in (3, 4)]
+        counts = [counted(work, sizes(n_layers=n, **changes)) for n in (3, 4)]
         expected = parameters(sizes(n_layers=4, **changes)) - parameters(sizes(n_layers=3, **changes))
-        if not all(isinstance(count, int) for count in counts):
-            raise Wrong(f"count_parameters is {type(counts[0]).__name__}; it must be a whole number")
         c = sizes(**changes)
         what = f"a layer of d = {c.d_model}, H = {c.n_heads}, Hkv = {c.n_kv_heads}, D = {c.head_dim}, d_ff = {c.d_ff}"
-        same(counts[1] - counts[0], expected, f"parameters of {what}")
+        got, d = counts[1] - counts[0], c.d_model
+        by_width = expected - 2 * (c.n_heads + c.n_kv_heads) * (c.head_dim - d // c.n_heads) * d
+        if got != expected and got in (by_width, expected - 2 * (c.n_heads * c.head_dim - d) * d):
+            why = "D = d // H" if got == by_width else "d in place of H * D for q and o"
+            raise Wrong(
+                f"parameters of {what}: expected {expected}, got {got}, as with {why}. D is config.head_dim, not d / H"
+            )
+        same(got, expected, f"parameters of {what}")
 
 
 @holds(
@@ -462,10 +559,8 @@ def one_more_layer(work: Work) -> None:
     hint="config.tied says whether head and embedding are the same V * d numbers",
 )
 def tied_head(work: Work) -> None:
-    same(work.call("count_parameters", sizes(tied=True)), parameters(sizes(tied=True)), "parameters with a tied head")
-    same(
-        work.call("count_parameters", sizes(tied=False)), parameters(sizes(tied=False)), "parameters with its own head"
-    )
+    same_count(work, sizes(tied=True), parameters(sizes(tied=True)), "parameters with a tied head")
+    same_count(work, sizes(tied=False), parameters(sizes(tied=False)), "parameters with its own head")
 
 
 @holds(
@@ -488,7 +583,7 @@ def any_sizes(work: Work) -> None:
             d_ff=draw.randint(1, 200),
             tied=draw.random() < 0.5,
         )
-        same(work.call("count_parameters", config), parameters(config), f"parameters of {config}")
+        same_count(work, config, parameters(config), f"parameters of {config}")
 
 
 @holds(
@@ -499,4 +594,4 @@ def any_sizes(work: Work) -> None:
 )
 def the_real_count(work: Work) -> None:
     real_sizes = dict(vocab_size=49152, d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, d_ff=1536)
-    same(work.call("count_parameters", sizes(**real_sizes)), 134_515_008, "parameters of SmolLM2-135M")
+    same_count(work, sizes(**real_sizes), 134_515_008, "parameters of SmolLM2-135M")

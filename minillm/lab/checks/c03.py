@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,6 +97,18 @@ def new_ids(work: Work, model: Llama, prompt: list[int], n_new: int) -> list[int
     if n_new < len(prompt) < len(got) and got[: len(prompt)] == prompt:
         raise Wrong("the prompt came back too; return the new ids alone")
     return got
+
+
+@holds(
+    "03",
+    "generate",
+    "the prompt stays as it is, and the new ids alone come back, as ints in a list",
+    hint="`text = prompt` is another name for the same list, `list(prompt)` a copy; int(...) makes a number of a "
+    "tensor; cut the prompt off at the end",
+)
+def right_kinds(work: Work) -> None:
+    for prompt in prompts(7, 4):
+        new_ids(work, tiny(), prompt, 2)
 
 
 @holds(
@@ -232,6 +244,15 @@ def stops_only_there(work: Work) -> None:
         if got != free and got == free[: len(got)]:
             raise Wrong(f"it stopped after {len(got)} tokens, because the end token {inside} is in the prompt")
         same(got, free, f"the new ids with the end token {inside} in the prompt")
+        last = next(token for token in reversed(prompt) if token not in free)
+        got = new_ids(work, tiny((last,)), [*prompt, last], 6)
+        expected = greedy(tiny((last,)), [*prompt, last], 6)
+        if got != expected and got == expected[: len(got)]:
+            raise Wrong(
+                f"it stopped after {len(got)} new tokens, because the prompt's last token {last} is an end token; a "
+                "prompt that ends with one goes on all the same: only a new token can end the text"
+            )
+        same(got, expected, f"the new ids after a prompt that ends with the end token {last}")
 
 
 # ---- the choice
@@ -263,24 +284,53 @@ def row(n: int, seed: int, spread: float = 1.5, dtype: torch.dtype = torch.float
     return (torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread).to(dtype)
 
 
-def pick(work: Work, logits: Tensor, temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """The learner's token, of the right type and within the vocabulary."""
+def an_int(work: Work, logits: Tensor, temperature: float, top_k: int, top_p: float, u: float) -> int:
     token = work.call("choose", logits, temperature, top_k, top_p, u)
-    told = settings(temperature, top_k, top_p)
     if token is None:
         raise Wrong("choose returned None: is a `return` missing?")
     if type(token) is not int:
         raise Wrong(f"choose returned {type(token).__name__}; it must be a Python int (int(...) makes one)")
+    return token
+
+
+def pick(work: Work, logits: Tensor, temperature: float, top_k: int, top_p: float, u: float) -> int:
+    """The learner's token, of the right type and within the vocabulary."""
+    token = an_int(work, logits, temperature, top_k, top_p, u)
+    told = settings(temperature, top_k, top_p)
     if not 0 <= token < len(logits):
-        raise Wrong(
-            f"{told}, u = {u:.6g}: token {token}, but ids run from 0 to {len(logits) - 1}; "
-            "does the running sum reach 1, and is it a number?"
-        )
+        told = f"{told}, u = {u:.6g}: token {token}, but ids run from 0 to {len(logits) - 1}; "
+        if token == an_int(work, logits, temperature, top_k, top_p, 0.0) == len(logits):
+            raise Wrong(f"{told}no token came, nor does one at u = 0: are all weights 0, or NaN?")
+        raise Wrong(f"{told}does the running sum reach 1, or u go up to the sum?")
     return token
 
 
 def settings(temperature: float, top_k: int, top_p: float) -> str:
     return f"temperature {temperature:g}, top_k {top_k}, top_p {top_p:g}"
+
+
+def all_come(work: Work) -> None:
+    """With nothing filtered every token comes for some u of a grid, however they are shared out."""
+    logits = torch.tensor([0.5, 0.0, 1.0, 0.7], dtype=torch.float64)
+    came = {pick(work, logits, 1.0, 0, 1.0, (i + 0.5) / 40) for i in range(40)}
+    if missing := sorted(set(range(4)) - came):
+        raise Wrong(
+            f"logits {logits.tolist()}, {settings(1.0, 0, 1.0)}: token {missing[0]} never comes, for any u; at top_k 0 "
+            "and top_p 1 nothing may be filtered"
+        )
+
+
+def draws(run: Callable[[Work], None]) -> Callable[[Work], None]:
+    """A property of draws. Where tokens are missing with no filter on, that is told in place of all that follows."""
+
+    def tried(work: Work) -> None:
+        try:
+            run(work)
+        except Wrong:
+            all_come(work)
+            raise
+
+    return tried
 
 
 def sweep(work: Work, logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> None:
@@ -303,6 +353,20 @@ def sweep(work: Work, logits: Tensor, temperature: float = 1.0, top_k: int = 0, 
 @holds(
     "03",
     "choose",
+    "a Python int comes back, and the row of logits stays as it was",
+    hint="int(...) makes a number of a tensor. `/=` and `logits[...] = ` write into the caller's row; `.double()` of a "
+    "float64 tensor is no copy",
+)
+def not_changed(work: Work) -> None:
+    for dtype in (torch.float64, torch.float32):
+        for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.5), (4, 0.7)):
+            for temperature in (0.0, 0.5):
+                an_int(work, row(8, 3, dtype=dtype), temperature, top_k, top_p, 0.3)
+
+
+@holds(
+    "03",
+    "choose",
     "temperature 0 takes the best token, whatever the others say",
     hint="handle temperature 0 first: dividing by it makes infinities and NaN; argmax takes the lowest id among equals",
 )
@@ -320,9 +384,27 @@ def greedy_choice(work: Work) -> None:
 @holds(
     "03",
     "choose",
+    "top_k 0 and top_p 1 keep every token, however small its weight",
+    hint="at top_p 1 nothing may be filtered: is top_p taken as a share of the sum of the weights, which need not be "
+    "1? Sums are rounded, so it is safe to filter for `top_p < 1` only",
+)
+def nothing_filtered(work: Work) -> None:
+    all_come(work)
+    for logits, small in (([-40.0, 0.0], 0), ([-60.0, -80.0, 1.0], 0)):
+        same(
+            pick(work, torch.tensor(logits, dtype=torch.float64), 1.0, 0, 1.0, 0.0),
+            small,
+            f"the token of logits {logits} at {settings(1.0, 0, 1.0)}, u = 0: its stretch is tiny, and begins there",
+        )
+
+
+@holds(
+    "03",
+    "choose",
     "the temperature divides the logits, and every token gets its share of u",
     hint="weights exp(logit / temperature), their running sum, and the token in whose stretch u lies",
 )
+@draws
 def temperature_divides(work: Work) -> None:
     for seed, temperature in enumerate((1.0, 0.4, 2.5)):
         sweep(work, row(9, seed), temperature)
@@ -332,22 +414,10 @@ def temperature_divides(work: Work) -> None:
 @holds(
     "03",
     "choose",
-    "the row of logits is not changed",
-    hint="`/=` and `logits[...] = ` write into the caller's row; `.double()` of a float64 tensor is no copy",
-)
-def not_changed(work: Work) -> None:
-    for dtype in (torch.float64, torch.float32):
-        for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.5), (4, 0.7)):
-            for temperature in (0.0, 0.5):
-                pick(work, row(8, 3, dtype=dtype), temperature, top_k, top_p, 0.3)
-
-
-@holds(
-    "03",
-    "choose",
     "top_k keeps the k most likely, 0 or a large k keeps all, and what is left is renormalised",
     hint="after a filter the weights no longer sum to what they did: stretch u over the sum of what is left",
 )
+@draws
 def top_k_filters(work: Work) -> None:
     for top_k in (1, 2, 5, 9, 12, 0):
         sweep(work, row(9, 10 + top_k), 1.3, top_k=top_k)
@@ -359,6 +429,7 @@ def top_k_filters(work: Work) -> None:
     "top_k keeps exactly k also among equals: the lower ids",
     hint="comparing with the k-th largest keeps everything equal to it; sort with stable=True and cut by place instead",
 )
+@draws
 def top_k_ties(work: Work) -> None:
     equals = torch.zeros(5, dtype=torch.float64)
     sweep(work, equals, 1.0, top_k=2)
@@ -373,6 +444,7 @@ def top_k_ties(work: Work) -> None:
     "top_p keeps the smallest set whose share is at least top_p: the token that crosses the line stays",
     hint="drop a token if the weight of all tokens before it already reaches the share; the best one always stays",
 )
+@draws
 def top_p_filters(work: Work) -> None:
     for seed, top_p in enumerate((0.05, 0.3, 0.6, 0.9, 0.99, 1.0)):
         sweep(work, row(9, 20 + seed), 1.0, top_p=top_p)
@@ -388,6 +460,7 @@ def top_p_filters(work: Work) -> None:
     "top_p is a share of what top_k left, at the temperature asked for",
     hint="in this order: temperature, top_k, then top_p against the sum of what top_k left",
 )
+@draws
 def both_filters(work: Work) -> None:
     halves = torch.tensor([math.log(x) for x in (0.5, 0.25, 0.25)], dtype=torch.float64)
     sweep(work, halves, 1.0, top_k=2, top_p=0.6)  # 0.5 of 0.75 is enough
@@ -401,6 +474,7 @@ def both_filters(work: Work) -> None:
     "stretches lie in order of ids, with their left end and without their right one",
     hint="sum up in order of ids, not of likelihood; searchsorted with right=True finds the first sum above u",
 )
+@draws
 def in_order(work: Work) -> None:
     equals = torch.zeros(4, dtype=torch.float64)
     for token in range(4):
@@ -438,12 +512,13 @@ def stretch(
     "a temperature near 0 or very large makes no NaN, and a banned token (-inf) stays out",
     hint="subtract the largest logit before dividing: the best token then has weight exp(0) = 1, and none overflows",
 )
+@draws
 def extremes(work: Work) -> None:
     for dtype in (torch.float64, torch.float32):
         logits = row(9, 70, spread=40.0, dtype=dtype)
         logits[4] = -INF
         for temperature in (1e-3, 1e-40, 1e-308):
-            for u in (0.0, 0.5, 1 - 2**-24):
+            for u in (0.25, 0.5, 1 - 2**-24):  # not 0: where stretches begin is another property
                 for top_k, top_p in ((0, 1.0), (3, 0.9)):
                     got = pick(work, logits, temperature, top_k, top_p, u)
                     told = f"the token at {settings(temperature, top_k, top_p)}, u = {u:g}"
@@ -459,6 +534,7 @@ def extremes(work: Work) -> None:
     "float32 and bfloat16 logits are widened first: large vocabularies and the largest u come out right",
     hint="logits.double() before everything else: a running sum in bfloat16 has 8 significant bits",
 )
+@draws
 def widened(work: Work) -> None:
     draw = random.Random(1)
     for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
@@ -471,6 +547,31 @@ def widened(work: Work) -> None:
 # ---- the count
 
 
+def asked(work: Work, n: int, m: int) -> Any:
+    """The learner's count, once it is no float; the simplest example says so."""
+    got = work.call("tokens_computed", n, m)
+    if isinstance(got, float):
+        no_float(work)
+        raise Wrong(f"tokens_computed({n}, {m}) is the float {got!r}; it must be an int")
+    return got
+
+
+@holds(
+    "03",
+    "tokens_computed",
+    "it is a whole number",
+    hint="`/` makes a float, even where nothing is left over: m (m - 1) is even, so m * (m - 1) // 2 is exact",
+)
+def no_float(work: Work) -> None:
+    got = work.call("tokens_computed", 7, 3)
+    if isinstance(got, float):
+        raise Wrong(f"tokens_computed(7, 3): expected {7 + 8 + 9}, got {got!r}, a float; it must be an int")
+    if got is None:
+        raise Wrong("tokens_computed(7, 3) is None: is a `return` missing?")
+    if type(got) is not int:
+        raise Wrong(f"tokens_computed(7, 3) is {type(got).__name__}; it must be an int")
+
+
 @holds(
     "03",
     "tokens_computed",
@@ -479,7 +580,7 @@ def widened(work: Work) -> None:
 )
 def sum_of_lengths(work: Work) -> None:
     for n, m in ((7, 3), (1, 1), (7, 1), (1, 2), (5, 9), (100, 40), (7, 256)):
-        got = work.call("tokens_computed", n, m)
+        got = asked(work, n, m)
         same(got, sum(range(n, n + m)), f"tokens_computed({n}, {m})")
 
 
@@ -492,7 +593,7 @@ def sum_of_lengths(work: Work) -> None:
 def equals_the_counters(work: Work) -> None:
     model = tiny()
     for prompt, m in zip(prompts(2, 7, 13, seed=6), (3, 6, 10), strict=True):
-        got = work.call("tokens_computed", len(prompt), m)
+        got = asked(work, len(prompt), m)
         counted = run(model, "naive", [Job(tuple(prompt), m)]).tokens_pushed
         same(got, counted, f"tokens_computed({len(prompt)}, {m})")
 
@@ -500,12 +601,11 @@ def equals_the_counters(work: Work) -> None:
 @holds(
     "03",
     "tokens_computed",
-    "it is a whole number, exact for large texts too",
-    hint="m (m - 1) is even, so m * (m - 1) // 2 is exact; `/` makes a float, which holds 53 bits",
+    "it is exact for large texts too",
+    hint="m (m - 1) is even, so m * (m - 1) // 2 is exact; `/` makes a float, which holds 53 bits, and int(...) comes "
+    "too late",
 )
 def exact(work: Work) -> None:
     for n, m in ((3, 4), (10**9 + 7, 10**6 + 3), (10**15 + 1, 10**5 + 1)):
-        got = work.call("tokens_computed", n, m)
-        if isinstance(got, float):
-            raise Wrong(f"tokens_computed({n}, {m}) is the float {got!r}; it must be an int")
+        got = asked(work, n, m)
         same(got, n * m + sum(range(m)), f"tokens_computed({n}, {m})")

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from minillm import attention
 from minillm.attention import SelfAttend
 from minillm.config import Config
 from minillm.lab.checking import holds
@@ -85,7 +87,8 @@ def step(work: Work, text: Sequence[int], start: int, stop: int, k: Tensor, v: T
     positions = torch.arange(start, stop)
     attend = work.call("CachedAttend", k, v, positions, changes=(0, 1))
     try:
-        hidden = tiny()(torch.tensor(text[start:stop]), positions, attend)
+        with sdpa_in_words():
+            hidden = tiny()(torch.tensor(text[start:stop]), positions, attend)
     except Wrong:
         raise
     except Exception as error:
@@ -214,6 +217,33 @@ def in_place(work: Work) -> None:
 # ---- CachedAttend
 
 
+def right_store(memory: Tensor, positions: Tensor, new: Tensor) -> None:
+    memory[:, positions] = new.transpose(0, 1)
+
+
+@contextmanager
+def sdpa_in_words() -> Iterator[None]:
+    """Inside the block `attention.sdpa` says in words when K, V and the mask do not fit, as torch does not."""
+    ours = attention.sdpa
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        for name, x in (("K", k), ("V", v)):
+            if isinstance(mask, Tensor) and x.dim() == 3 and x.shape[0] != mask.shape[-1]:
+                if x.shape[1] == mask.shape[-1]:  # without sizes: then it is told once
+                    raise Wrong(
+                        f"attention.sdpa was given {name} as [Hkv, S, D], as it lies in the memory; it wants "
+                        "[S, Hkv, D], so transpose heads and positions"
+                    )
+                raise Wrong(
+                    f"attention.sdpa was given {name} {list(x.shape)} and a mask [T, S] of {list(mask.shape)}; "
+                    "it wants K and V as [S, Hkv, D]"
+                )
+        return ours(q, k, v, mask)
+
+    with patch.object(attention, "sdpa", sdpa):
+        yield
+
+
 def ask(make: Callable[..., Any], start: int, T: int, room: int) -> Tensor:
     """Which positions T new tokens from `start` on look at, found by asking: [T, 1, room], above 0 where they do.
 
@@ -225,7 +255,8 @@ def ask(make: Callable[..., Any], start: int, T: int, room: int) -> Tensor:
     v_memory[:, :, start : start + T] = 0.0  # not stored yet
     zeros = torch.zeros(T, 1, room, dtype=torch.float64)
     attend = make(k_memory, v_memory, torch.arange(start, start + T))
-    return attend(0, zeros, zeros.clone(), marks[start : start + T, None].clone())
+    with sdpa_in_words():
+        return attend(0, zeros, zeros.clone(), marks[start : start + T, None].clone())
 
 
 def looks_at(make: Callable[..., Any], start: int, T: int) -> Tensor:
@@ -238,6 +269,7 @@ def looks_at(make: Callable[..., Any], start: int, T: int) -> Tensor:
     "CachedAttend",
     "K and V land in the memory of their own layer, as they came",
     hint="in __call__, store k in k_memory[layer] and v in v_memory[layer]; k comes rotated, and stays as it is",
+    uses={"store": right_store},
 )
 def kept_as_they_came(work: Work) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -249,7 +281,8 @@ def kept_as_they_came(work: Work) -> None:
         q, k, v = draw(T, H, D), draw(T, HKV, D), draw(T, HKV, D)
         given = [x.clone() for x in (q, k, v)]
         attend = work.call("CachedAttend", k_memory, v_memory, positions, changes=(0, 1))
-        out = attend(layer, q, k, v)
+        with sdpa_in_words():
+            out = attend(layer, q, k, v)
         fits(out, q, "the answer [T, H, D]")
         for name, now, then in zip("qkv", (q, k, v), given, strict=True):
             same(now, then, f"{name} after the call (it must not be changed)", 0.0)
@@ -283,6 +316,7 @@ def fits(got: Any, like: Tensor, what: str) -> None:
     "each new token looks at every position up to its own, and at no other",
     hint="store first, then read positions 0 .. last, both included; compare positions, not row numbers: a mask built "
     "from the T rows alone (tril, is_causal=True) begins at the top left, as if the first new token were position 0",
+    uses={"store": right_store},
 )
 def up_to_its_own(work: Work) -> None:
     make = partial(work.call, "CachedAttend", changes=(0, 1))
@@ -306,6 +340,7 @@ def up_to_its_own(work: Work) -> None:
     "7 tokens cut in all 64 ways: at every step the uncached model's hidden states",
     hint="each layer has its own memory; store before you read; read from position 0, not only this step's tokens; "
     "keys were rotated at their own positions and are never rotated again",
+    uses={"store": right_store},
 )
 def every_split(work: Work) -> None:
     text = random_text(random.Random(4), 7)
@@ -325,6 +360,7 @@ def every_split(work: Work) -> None:
     "CachedAttend",
     "places that are not written yet may hold any number (1e4 here)",
     hint="read only positions 0 .. last, and hide by position; zeros in free places are luck, not a rule",
+    uses={"store": right_store},
 )
 def poisoned(work: Work) -> None:
     draw = random.Random(5)
@@ -340,6 +376,7 @@ def poisoned(work: Work) -> None:
     "places after the last position are not read at all (NaN here)",
     hint="cut the memory to S = last position + 1 before attention: a weight of 0 times NaN is NaN, so a mask over the "
     "whole memory is not enough, and it would cost time for every free place",
+    uses={"store": right_store},
 )
 def never_read(work: Work) -> None:
     draw = random.Random(6)
@@ -355,6 +392,7 @@ def never_read(work: Work) -> None:
     "two texts in turn, each with its own memories, and a third in the memories of the first",
     hint="everything that lasts longer than a step lives in the two memories that are handed in: keep nothing in the "
     "class or in a global name",
+    uses={"store": right_store},
 )
 def in_turn(work: Work) -> None:
     draw = random.Random(7)
@@ -373,6 +411,21 @@ def in_turn(work: Work) -> None:
 # ---- generate
 
 GIVEN = ("tokens", "positions", "attend")  # what the model is called with
+
+
+class RightAttend:
+    def __init__(self, k_memory: Tensor, v_memory: Tensor, positions: Tensor):
+        self.memories, self.positions = (k_memory, v_memory), positions
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(int(self.positions.max()) + 1)
+        for memory, new in zip(self.memories, (k, v), strict=True):
+            right_store(memory[layer], self.positions, new)
+        keys, values = (memory[layer][:, places].transpose(0, 1) for memory in self.memories)
+        return attention.sdpa(q, keys, values, attention.visible(self.positions, places))
+
+
+PARTS = {"store": right_store, "CachedAttend": RightAttend}
 
 
 @contextmanager
@@ -411,6 +464,7 @@ def called(work: Work, prompt: list[int], n_new: int) -> Any:
 
     def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(GIVEN, args, strict=False)) | kwargs
+        not_empty(given.get("tokens"))
         for name in ("tokens", "positions"):
             if not isinstance(given.get(name), Tensor):
                 raise Wrong(f"the model was given {type(given.get(name)).__name__} for {name}; it takes a tensor [T]")
@@ -418,9 +472,23 @@ def called(work: Work, prompt: list[int], n_new: int) -> Any:
                 shape, dtype = list(given[name].shape), given[name].dtype
                 raise Wrong(f"the model was given {name} {shape} of {dtype}; one text is a line [T] of torch.int64")
 
+    def not_empty(given: Any) -> None:
+        if isinstance(given, Tensor) and given.numel() == 0:
+            raise Wrong(
+                "a step has no tokens: `computed` equals len(tokens). Set it before the new token is appended, "
+                "for that one is not computed yet: the next step does it"
+            )
+
+    own = work.function("CachedAttend")
+
+    def attend(*args: Any, **kwargs: Any) -> Any:  # made before the model is called, it sees an empty step first
+        not_empty(kwargs["positions"] if "positions" in kwargs else args[-1] if args else None)
+        return own(*args, **kwargs)
+
     hook = tiny().register_forward_pre_hook(look, with_kwargs=True)
     try:
-        return work.call("generate", tiny(), prompt, n_new)
+        with sdpa_in_words(), work.replaced({"CachedAttend": attend}):
+            return work.call("generate", tiny(), prompt, n_new)
     finally:
         hook.remove()
 
@@ -431,6 +499,7 @@ def called(work: Work, prompt: list[int], n_new: int) -> Any:
     "the uncached model's tokens, for prompts of many lengths",
     hint="the next token is the argmax of the logits after the last row, hidden[-1:]; feed tokens[computed:] and give "
     "back the new tokens alone, as a list of int",
+    uses=PARTS,
 )
 def right_tokens(work: Work) -> None:
     for prompt, n_new in cases():
@@ -448,21 +517,38 @@ def right_tokens(work: Work) -> None:
     "each token goes through the model once, in order, and the last new one not at all",
     hint="keep a counter of the tokens computed so far; each step feeds tokens[computed:], then computed is "
     "len(tokens) as it was: the whole prompt first, its last token included, then one at a time",
+    uses=PARTS,
 )
 def once(work: Work) -> None:
     for prompt, n_new in cases():
         with watched(tiny()) as steps:
             got = called(work, list(prompt), n_new)
-        pushed = [token for tokens, _, _ in steps for token in tokens]
-        what = f"a prompt of {len(prompt)} and {n_new} new tokens"
-        needed = len(prompt) + n_new - 1
-        if len(pushed) != needed:
-            raise Wrong(
-                f"{what}: {len(pushed)} tokens went through the model, in steps of {[len(s[0]) for s in steps]}; "
-                f"it takes {len(prompt)} + {n_new} - 1 = {needed}"
+        pushed, needed = [tokens for tokens, _, _ in steps], len(prompt) + n_new - 1
+        if sum(pushed, []) != whole(prompt, n_new, got)[:needed]:
+            raise Wrong(push_words(pushed, prompt, n_new, got))
+
+
+def whole(prompt: list[int], n_new: int, got: Any) -> list[int]:
+    """The text as the learner's generate has it; a prompt that is given back too is told elsewhere."""
+    return [*prompt, *(got[-n_new:] if isinstance(got, list) else [])]
+
+
+def push_words(pushed: list[list[int]], prompt: list[int], n_new: int, got: Any) -> str:
+    """How many tokens went through the model, and from which step on they are not the next ones of the text."""
+    sizes, p = [len(tokens) for tokens in pushed], len(prompt)
+    words = (
+        f"a prompt of {p} and {n_new} new tokens: {sum(sizes)} tokens went through the model, in steps of {sizes}; "
+        f"it takes {p} + {n_new} - 1 = {p + n_new - 1}"
+    )
+    text, start = whole(prompt, n_new, got), 0
+    for i, tokens in enumerate(pushed, 1):
+        if text[start : start + len(tokens)] != tokens:
+            return (
+                f"{words}.\nStep {i} pushed {tokens}, and must push {text[start : start + 1] if start else prompt}: "
+                f"before it, {start} tokens have gone through the model, and `computed` is their number"
             )
-        text = [*prompt, *(got if isinstance(got, list) else [])]
-        same(pushed, text[:needed], f"{what}: the tokens pushed through the model")
+        start += len(tokens)
+    return words
 
 
 @holds(
@@ -471,6 +557,7 @@ def once(work: Work) -> None:
     "rotary positions go on where the last step ended",
     hint="the positions of a step are computed .. len(tokens)-1, not 0 .. T-1: they turn the keys (RoPE), say where K "
     "and V are kept, and say who may look at whom",
+    uses=PARTS,
 )
 def positions_go_on(work: Work) -> None:
     for prompt, n_new in cases():
@@ -489,17 +576,17 @@ def positions_go_on(work: Work) -> None:
     "at every step the uncached model's hidden states, to the last digits of float64",
     hint="K and V need a memory each, of the model's own dtype, and both must last from step to step; CachedAttend is "
     "made anew for each step, with the same memories and the new positions",
+    uses=PARTS,
 )
 def exact(work: Work) -> None:
     for prompt, n_new in cases():
         with watched(tiny()) as steps:
             got = called(work, list(prompt), n_new)
-        text = [*prompt, *(got if isinstance(got, list) else [])]
-        start = 0
+        text, start = whole(prompt, n_new, got), 0
         for i, (tokens, _, hidden) in enumerate(steps, 1):
             stop = start + len(tokens)
             if text[start:stop] != tokens:
-                raise Wrong(f"step {i} pushed tokens {tokens}; at {span(start, stop)} the text has {text[start:stop]}")
+                raise Wrong(push_words([tokens for tokens, _, _ in steps], prompt, n_new, got))  # told above
             what = f"a prompt of {len(prompt)}, step {i}, {span(start, stop)}: hidden states [T, d]"
             same(hidden, uncached(tiny(), text[:stop])[start:], what, EXACT)
             start = stop
@@ -513,6 +600,7 @@ def exact(work: Work) -> None:
     "requests in turn share no memory",
     hint="make the memories inside generate, anew for each call, and begin with computed = 0; a global name or a "
     "default argument (`cache={}`) outlives the request",
+    uses=PARTS,
 )
 def nothing_shared(work: Work) -> None:
     draw = random.Random(9)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from traceback import walk_tb
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +36,7 @@ TINY = Config(
     context=256,
 )
 NEW = 3  # tokens that follow a prompt
+EXAMPLE = (7, 4)  # the lesson's
 EVERY_SPLIT = [(n, m) for n in range(1, 13) for m in range(1, n + 3)]  # also chunks larger than the prompt
 
 
@@ -155,7 +157,8 @@ def of_shape(work: Work, start: int, size: int) -> Tensor:
     "05",
     "chunk_mask",
     "the second chunk of the seven tokens: 3 queries by 7 keys",
-    hint="the chunk's own tokens are the queries; the keys are all tokens so far, those of earlier chunks included",
+    hint="the chunk's own tokens are the queries; the keys are all tokens so far, those of earlier chunks included, "
+    "and none after the row's own token",
 )
 def the_second_chunk(work: Work) -> None:
     expected = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]).bool()
@@ -222,12 +225,15 @@ def the_same_hidden_states(work: Work) -> None:
 
 # ---- peak_scores
 
+PARTS = {"chunks": pieces}  # what a learner's own functions may call
+
 
 @holds(
     "05",
     "peak_scores",
     "7 tokens in chunks of 4 with 9 heads: 189",
     hint="a step makes heads x queries x keys scores; look at each chunk's own queries and keys, then take the largest",
+    uses=PARTS,
 )
 def the_peak_of_the_example(work: Work) -> None:
     same(work.call("peak_scores", 7, 4, 9), 9 * 3 * 7, "peak_scores(7, 4, 9)")
@@ -238,6 +244,7 @@ def the_peak_of_the_example(work: Work) -> None:
     "peak_scores",
     "the largest of all steps, for n = 1..12 and m = 1..n + 2",
     hint="heads x m x n is a bound that a short last chunk does not reach; and the last chunk need not be the largest",
+    uses=PARTS,
 )
 def the_largest_step(work: Work) -> None:
     for heads in (1, 4):
@@ -251,6 +258,7 @@ def the_largest_step(work: Work) -> None:
     "peak_scores",
     "what is counted in the running model, step by step",
     hint="the mask hides scores, but they are computed all the same: count queries x keys, not what is visible",
+    uses=PARTS,
 )
 def as_counted(work: Work) -> None:
     for n, m in [(7, 4), (9, 8), (12, 3), (12, 12), (30, 16), (33, 16), (40, 64)]:
@@ -278,7 +286,8 @@ class Seen:
 
 
 @contextmanager
-def watching(model: Llama) -> Iterator[Seen]:
+def watching(model: Llama, most: int, what: str) -> Iterator[Seen]:
+    """Raises Wrong inside the block after that many steps."""
     seen = Seen()
 
     def stepped(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> None:
@@ -286,6 +295,10 @@ def watching(model: Llama) -> Iterator[Seen]:
         seen.tokens.append(asked["tokens"].flatten().tolist())
         seen.positions.append(asked["positions"].flatten().tolist())
         seen.hidden.append(hidden.detach().clone().flatten(0, -2))
+        if len(seen.tokens) == most:
+            at, before = seen.positions[-1], seen.positions[-2]
+            told = "the same positions again and again" if at == before else "without an end"
+            raise Wrong(f"{what}: {most} steps, {told}, the last at {at}: does `computed` grow after each step?")
 
     def headed(module: nn.Module, args: tuple[Any, ...]) -> None:
         seen.rows += args[0].numel() // TINY.d_model
@@ -314,21 +327,43 @@ def poisoned(value: float) -> Iterator[None]:
 
 def ask(work: Work, prompt: list[int], n_new: int, m: int) -> tuple[Any, Seen, str]:
     """What the learner's `generate` returns, what it did, and its name for messages."""
-    with watching(tiny()) as seen:
-        got = work.call("generate", tiny(), list(prompt), n_new, m, changes=(0,))  # no copy of the model
-    return got, seen, f"generate(model, a prompt of {len(prompt)}, {n_new}, {m})"
+    what = f"generate(model, a prompt of {len(prompt)}, {n_new}, {m})"
+    given = list(prompt)
+    with watching(tiny(), 2 * (len(prompt) + n_new) + 20, what) as seen:
+        try:
+            got = work.call("generate", tiny(), given, n_new, m, changes=(0,))  # no copy of the model
+        except Wrong as wrong:
+            if given != prompt:  # whatever came of it
+                raise Wrong("generate changed its argument number 2, the prompt; work on a copy") from wrong.__cause__
+            raise Wrong(f"{wrong}{why(wrong.__cause__)}") from wrong.__cause__
+    return got, seen, what
+
+
+def why(error: BaseException | None) -> str:
+    """What a learner should look at, where an exception comes out of a function of ours."""
+    if isinstance(error, AssertionError) and "at least one token" in str(error):
+        return "\nthe slice of tokens was empty: does `computed` grow by what was in the step, and not by m?"
+    modules = {frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)} if error else set()
+    if isinstance(error, IndexError) and KVCache.__module__ in modules:
+        return "\na position is beyond the cache: has the cache room for the prompt and the new tokens?"
+    return ""
+
+
+def ids(got: Any, prompt: list[int], n_new: int) -> list[int]:
+    """The new tokens, once they are ints in a list."""
+    if got is None:
+        raise Wrong("generate returned None: is a `return` missing?")
+    if not isinstance(got, list):
+        raise Wrong(f"generate returned {type(got).__name__}; it must be a list of token ids")
+    if bad := [token for token in got if type(token) is not int]:
+        raise Wrong(f"the list holds {type(bad[0]).__name__}; token ids must be whole numbers: int(...)")
+    if len(got) == len(prompt) + n_new and got[: len(prompt)] == prompt:
+        raise Wrong(f"generate gives the prompt back too; return the {n_new} new tokens alone")
+    return got
 
 
 def same_text(got: Any, prompt: list[int], n_new: int, what: str) -> None:
-    expected = naive(tuple(prompt), n_new)
-    if got is not None and not isinstance(got, list):
-        raise Wrong(f"{what} is {type(got).__name__}; it must be a list of {n_new} token ids")
-    if got and any(type(token) is not int for token in got):
-        bad = next(token for token in got if type(token) is not int)
-        raise Wrong(f"{what} holds {type(bad).__name__}; token ids must be whole numbers: int(...)")
-    if got == prompt + expected:
-        raise Wrong(f"{what} gives the prompt back too; return the {n_new} new tokens alone")
-    same(got, expected, what)
+    same(ids(got, prompt, n_new), naive(tuple(prompt), n_new), what)
 
 
 def compare(hidden: Tensor, expected: Tensor, positions: Sequence[int], what: str) -> None:
@@ -340,13 +375,28 @@ def compare(hidden: Tensor, expected: Tensor, positions: Sequence[int], what: st
             raise Wrong(f"{what}: the hidden state at position {p} {told}")
 
 
-def check_steps(seen: Seen, prompt: list[int], n_new: int, m: int, what: str) -> None:
-    """Every token once, at its own position, in the fewest steps of at most m."""
-    expected = [size for _, size in pieces(len(prompt), m)] + [1] * (n_new - 1)
+def right_sizes(prompt: list[int], n_new: int, m: int) -> list[int]:
+    return [size for _, size in pieces(len(prompt), m)] + [1] * (n_new - 1)
+
+
+def check_sizes(seen: Seen, prompt: list[int], n_new: int, m: int, what: str) -> None:
+    """The fewest steps of at most m tokens."""
+    expected = right_sizes(prompt, n_new, m)
     if seen.sizes != expected:
         raise Wrong(f"{what}: the steps had {seen.sizes} tokens, and must have {expected}")
-    positions = [p for step in seen.positions for p in step]
-    same(positions, list(range(len(prompt) + n_new - 1)), f"{what}: positions, all steps together")
+
+
+def check_places(seen: Seen, prompt: list[int], n_new: int, m: int, what: str) -> None:
+    """Steps of the right size hold the right positions: else that is told, not what comes of it."""
+    if seen.sizes == right_sizes(prompt, n_new, m):
+        positions = [p for step in seen.positions for p in step]
+        same(positions, list(range(len(prompt) + n_new - 1)), f"{what}: positions, all steps together")
+
+
+def check_steps(seen: Seen, prompt: list[int], n_new: int, m: int, what: str) -> None:
+    """Every token once, at its own position, in the fewest steps of at most m."""
+    check_sizes(seen, prompt, n_new, m, what)
+    check_places(seen, prompt, n_new, m, what)
     text = [*prompt, *naive(tuple(prompt), n_new)][:-1]
     same([t for step in seen.tokens for t in step], text, f"{what}: tokens fed, all steps together")
 
@@ -354,24 +404,27 @@ def check_steps(seen: Seen, prompt: list[int], n_new: int, m: int, what: str) ->
 @holds(
     "05",
     "generate",
-    "7 tokens in chunks of 4 and 3 new tokens: steps of 4, 3, 1 and 1 tokens",
-    hint="two chunks, and the first new token comes out of the second; the last new token is never fed back",
+    "it ends, leaves the prompt as it is, and gives the new tokens alone, as ints in a list",
+    hint="after each step `computed` grows by what was in it. `tokens = prompt` is another name for the same list, "
+    "`list(prompt)` a copy; int(...) makes a number of a tensor; cut the prompt off at the end",
+    uses=PARTS,
 )
-def the_steps_of_the_example(work: Work) -> None:
-    got, seen, what = ask(work, prompt_of(7), 3, 4)
-    check_steps(seen, prompt_of(7), 3, 4, what)
+def right_kinds(work: Work) -> None:
+    n, m = EXAMPLE
+    got, _, _ = ask(work, prompt_of(n), NEW, m)
+    ids(got, prompt_of(n), NEW)
 
 
 @holds(
     "05",
     "generate",
-    "the text is that of the uncached model, for n = 1..12 and m = 1..n + 2",
-    hint="a token is sampled from the last row of the last chunk, and from no other chunk",
+    "7 tokens in chunks of 4 and 3 new tokens: steps of 4, 3, 1 and 1 tokens",
+    hint="two chunks, and the first new token comes out of the second; the last new token is never fed back",
+    uses=PARTS,
 )
-def the_same_text(work: Work) -> None:
-    for n, m in EVERY_SPLIT:
-        got, _, what = ask(work, prompt_of(n), NEW, m)
-        same_text(got, prompt_of(n), NEW, what)
+def the_steps_of_the_example(work: Work) -> None:
+    _, seen, what = ask(work, prompt_of(7), 3, 4)
+    check_sizes(seen, prompt_of(7), 3, 4, what)
 
 
 @holds(
@@ -379,9 +432,10 @@ def the_same_text(work: Work) -> None:
     "generate",
     "every token goes through the model once, at its own position, at most m in a step",
     hint="positions go on where the chunk before ended: line(new, start, ...) with start counted in tokens",
+    uses=PARTS,
 )
 def each_token_once(work: Work) -> None:
-    for n, m in EVERY_SPLIT:
+    for n, m in [EXAMPLE, *EVERY_SPLIT]:
         _, seen, what = ask(work, prompt_of(n), NEW, m)
         check_steps(seen, prompt_of(n), NEW, m, what)
 
@@ -389,14 +443,31 @@ def each_token_once(work: Work) -> None:
 @holds(
     "05",
     "generate",
+    "the text is that of the uncached model, for n = 1..12 and m = 1..n + 2",
+    hint="a token is sampled from the last row of the last chunk, and from no other chunk",
+    uses=PARTS,
+)
+def the_same_text(work: Work) -> None:
+    for n, m in [EXAMPLE, *EVERY_SPLIT]:
+        got, seen, what = ask(work, prompt_of(n), NEW, m)
+        if ids(got, prompt_of(n), NEW) != naive(tuple(prompt_of(n)), NEW):
+            check_places(seen, prompt_of(n), NEW, m, what)
+        same_text(got, prompt_of(n), NEW, what)
+
+
+@holds(
+    "05",
+    "generate",
     "every hidden state is that of the uncached model, with NaN in all memory that nobody wrote",
     hint="one KVCache for the whole text, made before the loop; each chunk stores its K and V before anyone looks",
+    uses=PARTS,
 )
 def every_step_equal(work: Work) -> None:
-    for n, m in EVERY_SPLIT:
+    for n, m in [EXAMPLE, *EVERY_SPLIT]:
         expected = hidden_states((*prompt_of(n), *naive(tuple(prompt_of(n)), NEW)[:-1]))
         with poisoned(float("nan")):
             _, seen, what = ask(work, prompt_of(n), NEW, m)
+        check_places(seen, prompt_of(n), NEW, m, what)
         for hidden, positions in zip(seen.hidden, seen.positions, strict=True):
             beyond = [p for p in positions if not 0 <= p < len(expected)]
             if beyond:
@@ -411,9 +482,10 @@ def every_step_equal(work: Work) -> None:
     "generate",
     "the head reads one row for each new token",
     hint="logits cost a product over the whole vocabulary: ask for hidden[-1:], and only when no prompt token is left",
+    uses=PARTS,
 )
 def one_row_each(work: Work) -> None:
-    for n, m in [(1, 1), (7, 4), (9, 8), (12, 3), (12, 20)]:
+    for n, m in [EXAMPLE, (1, 1), (9, 8), (12, 3), (12, 20)]:
         _, seen, what = ask(work, prompt_of(n), NEW, m)
         if seen.rows != NEW:
             raise Wrong(f"{what}: {seen.rows} rows went through the head, and {NEW} would do")
@@ -424,13 +496,17 @@ def one_row_each(work: Work) -> None:
     "generate",
     "one text after another, of random lengths and chunks, leaves no trace",
     hint="nothing may be kept between two calls: no cache and no list outside the function",
+    uses=PARTS,
 )
 def no_trace(work: Work) -> None:
     draw = random.Random(2)
+    cases = [(prompt_of(EXAMPLE[0]), NEW, EXAMPLE[1])]
     for _ in range(25):
         prompt = [draw.randrange(TINY.vocab_size) for _ in range(draw.randint(1, 40))]
-        n_new, m = draw.randint(1, 6), draw.randint(1, 48)
+        cases.append((prompt, draw.randint(1, 6), draw.randint(1, 48)))
+    for prompt, n_new, m in cases:
         with poisoned(draw.choice([float("nan"), 1e4])):
             got, seen, what = ask(work, prompt, n_new, m)
+        check_places(seen, prompt, n_new, m, what)
         same_text(got, prompt, n_new, what)
         check_steps(seen, prompt, n_new, m, what)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.attention import SelfAttend
+from minillm.batch import rectangle
 from minillm.bench.harness import Job, run
 from minillm.cache import CachedAttend, KVCache
 from minillm.config import Config
@@ -105,12 +106,6 @@ def rows_of(seed: int) -> Iterator[tuple[list[list[int]], list[int], int]]:
         yield new, starts, max(s + len(row) for s, row in zip(starts, new, strict=True)) + draw.randint(1, 4)
 
 
-def real(new: Sequence[Sequence[int]]) -> Tensor:
-    """Which cells hold a token and no pad, [B, T]."""
-    T = max(len(row) for row in new)
-    return torch.tensor([[t < len(row) for t in range(T)] for row in new])
-
-
 def expected_positions(new: Sequence[Sequence[int]], starts: Sequence[int], size: int) -> Tensor:
     T = max(len(row) for row in new)
     return torch.tensor([[min(start + t, size - 1) for t in range(T)] for start in starts])
@@ -138,11 +133,20 @@ def tokens_left(work: Work) -> None:
 )
 def own_starts(work: Work) -> None:
     for new, starts, size in rows_of(2):
-        _, positions, _ = parts(work, new, starts, size)
-        expected = expected_positions(new, starts, size)
-        if isinstance(positions, Tensor) and positions.shape == expected.shape:
-            positions = torch.where(real(new), positions, expected)  # pads are the next property's
-        same(positions, expected, f"positions of the real tokens {asked(new, starts, size)}")
+        tokens, positions, _ = parts(work, new, starts, size)
+        like = expected_positions(new, starts, size)
+        if not isinstance(positions, Tensor) or positions.shape != like.shape:
+            same(positions, like, f"positions {asked(new, starts, size)}")  # says what is not right
+        for b, (row, start) in enumerate(zip(new, starts, strict=True)):
+            left = begins(tokens[b].tolist() if right_kind(tokens, tuple(like.shape)) else [], row)
+            what = f"positions of the real tokens of row {b}, in columns {left} .. {left + len(row) - 1}, "
+            expected = torch.arange(start, start + len(row))
+            same(positions[b, left : left + len(row)], expected, what + asked(new, starts, size))
+
+
+def begins(cells: list[int], row: Sequence[int]) -> int:
+    """The column of a rectangle's row where its real tokens begin; 0 if they are nowhere (told by another property)."""
+    return next((t for t in range(len(cells)) if cells[t : t + len(row)] == list(row)), 0)
 
 
 @holds(
@@ -154,8 +158,13 @@ def own_starts(work: Work) -> None:
 )
 def pads_count_on(work: Work) -> None:
     for new, starts, size in rows_of(3):
-        _, positions, _ = parts(work, new, starts, size)
-        same(positions, expected_positions(new, starts, size), f"positions of the pads {asked(new, starts, size)}")
+        tokens, positions, _ = parts(work, new, starts, size)
+        expected = expected_positions(new, starts, size)
+        if right_kind(tokens, tuple(expected.shape)):
+            for b, row in enumerate(new):
+                if left := begins(tokens[b].tolist(), row):
+                    raise Wrong(f"row {b} has {left} pads on the left of its tokens {asked(new, starts, size)}")
+        same(positions, expected, f"positions of the pads {asked(new, starts, size)}")
 
 
 @holds(
@@ -249,6 +258,9 @@ def right_kind(value: Any, shape: tuple[int, ...]) -> bool:
 # ---- generate
 
 
+PARTS = {"rectangle": partial(rectangle, device=torch.device("cpu"))}
+
+
 @contextmanager
 def poisoned(value: float) -> Iterator[None]:
     """Every KVCache made inside the block begins full of `value`."""
@@ -336,6 +348,7 @@ def as_alone(got: list[list[int]], prompts: list[list[int]], n_new: list[int], s
     "each row gets as many new tokens as it asked for, and none after",
     hint="Go on until the row with the most tokens to make is done. A row that has ended stays in the rectangle, but "
     "emits nothing more.",
+    uses=PARTS,
 )
 def lengths(work: Work) -> None:
     for prompts, n_new in cases(6, 4):
@@ -351,6 +364,7 @@ def lengths(work: Work) -> None:
     "one pass for all prompts, then one pass of a single token a row for each further token",
     hint="Make one cache and one rectangle for all rows. In the first step a row's new tokens are its prompt, in every "
     "later one the token that it just emitted.",
+    uses=PARTS,
 )
 def passes(work: Work) -> None:
     for prompts, n_new in cases(7, 3):
@@ -371,6 +385,7 @@ def passes(work: Work) -> None:
     hint="Take each row's hidden state at its own last index, hand the token back to the row it came from, and let a "
     "row's start grow by its own new tokens, not by the width of the rectangle. The cache needs a place for every "
     "token.",
+    uses=PARTS,
 )
 def solo(work: Work) -> None:
     for prompts, n_new in cases(8, 10):
@@ -384,11 +399,23 @@ def solo(work: Work) -> None:
     "what lies in the memory before it is written changes nothing",
     hint="A place that is not written yet must be hidden from every row: a query sees the positions of its own row, up "
     "to its own.",
+    uses=PARTS,
 )
 def memory_of_1e4(work: Work) -> None:
     for prompts, n_new in cases(9, 4):
+        before, clean = generated(work, prompts, n_new)
         with poisoned(POISON):
             got, seen = generated(work, prompts, n_new)
+        for b, (mine, was) in enumerate(zip(got, before, strict=True)):
+            if mine != was:
+                raise Wrong(
+                    f"row {b} makes {mine} with 1e4 in every place that is not written yet, and {was} with 0 there "
+                    f"{batch(prompts, n_new)}"
+                )
+        try:
+            as_alone(before, prompts, n_new, clean)
+        except Wrong:  # not the memory's fault: the property before this one tells it
+            continue
         as_alone(got, prompts, n_new, seen)
 
 
@@ -398,12 +425,13 @@ def memory_of_1e4(work: Work) -> None:
     "no row's result depends on the others, or on where in the batch it stands",
     hint="Change one prompt, and only its own row may change. Look for an index, a position or a length that is shared "
     "by all rows.",
+    uses=PARTS,
 )
 def company(work: Work) -> None:
     draw = random.Random(10)
     for _ in range(5):
         [prompt], [n] = texts(draw, 1)
-        made, _ = alone(tuple(prompt), n)
+        [made], _ = generated(work, [prompt], [n])  # right or not: here only company counts
         for _ in range(2):
             others, more = texts(draw, draw.randint(1, 4))
             b = draw.randint(0, len(others))
@@ -411,8 +439,8 @@ def company(work: Work) -> None:
             got, _ = generated(work, prompts, n_new)
             if got[b] != made:
                 raise Wrong(
-                    f"the prompt {prompt} makes {made} alone, and {got[b]} as row {b} {batch(prompts, n_new)}: "
-                    "its company got in"
+                    f"the prompt {prompt} makes {made} as the only row, and {got[b]} as row {b} "
+                    f"{batch(prompts, n_new)}: its company got in"
                 )
 
 
@@ -498,9 +526,8 @@ def refill(work: Work) -> None:
     hint="Twice as many rows, twice as many pads (nearly). Nothing in it is squared.",
 )
 def bilinear(work: Work) -> None:
-    for n, B in ((5, 3), (40, 9), (1000, 16)):
-        once = work.call("refill_pads", n, B)
-        if not isinstance(once, int):
-            raise Wrong(f"refill_pads({n}, {B}) is {once!r}; it must be a whole number")
-        same(work.call("refill_pads", 2 * n - 1, B), 2 * once, f"refill_pads({2 * n - 1}, {B}), with n - 1 doubled")
-        same(work.call("refill_pads", n, 2 * B - 1), 2 * once, f"refill_pads({n}, {2 * B - 1}), with B - 1 doubled")
+    for n, B in ((5, 3), (40, 9), (200, 16)):
+        once = joining(n, B)
+        for more, rows, what in ((2 * n - 1, B, "n - 1"), (n, 2 * B - 1, "B - 1")):
+            got = work.call("refill_pads", more, rows)
+            same(got, 2 * once, f"refill_pads({more}, {rows}), twice the {once} of ({n}, {B}) since {what} is doubled")

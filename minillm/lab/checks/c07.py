@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from minillm import attention
 from minillm.bench.harness import counting
 from minillm.cache import KVPool
 from minillm.config import Config
@@ -149,7 +150,14 @@ def visible_several_texts(work: Work) -> None:
 def visible_rectangle(work: Work) -> None:
     q_pos, k_pos = torch.tensor([[0, 1, 2], [4, 5, 6]]), torch.arange(8)
     expected = k_pos <= q_pos[:, :, None]  # [B, T, S]
-    same(work.call("visible", q_pos, k_pos), expected, f"the mask of rows at {q_pos.tolist()} and keys at 0 to 7")
+    try:
+        got = work.call("visible", q_pos, k_pos)
+    except Wrong as wrong:
+        if not isinstance(wrong.__cause__, RuntimeError | IndexError) or "not written yet" in str(wrong):
+            raise
+        told = "q_pos is [B, T] here, and k_pos [S]: with [None, :] and [:, None] the mask fits one text only. Put the "
+        raise Wrong(f"{wrong}\n{told}new axes at the end, behind whatever is in front (...)") from wrong.__cause__
+    same(got, expected, f"the mask of rows at {q_pos.tolist()} and keys at 0 to 7")
 
 
 # ---- pack
@@ -275,12 +283,82 @@ def spoiled_pool(n_slots: int) -> KVPool:
     pool = KVPool(tiny(), n_slots, 1, 1)
     pool.k.fill_(NAN)
     pool.v.fill_(NAN)
+    gather = pool.gather
+
+    def checked(layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(index, Tensor) or index.dim() != 2:
+            what = f"an index with {index.dim()} axes" if isinstance(index, Tensor) else type(index).__name__
+            raise Wrong(
+                f"pool.gather was given {what}; it wants what pool.index(slots) makes, not the slots themselves"
+            )
+        return gather(layer, index)
+
+    pool.gather = checked  # type: ignore[method-assign]
     return pool
 
 
-def same_logits(got: Any, right: Tensor, rows: Sequence[Row], what: str) -> None:
+def right_pack(rows: list[Row]) -> tuple[Tensor, ...]:
+    return tuple(packed(rows).values())
+
+
+def right_context(rows: list[Row], slot_of: dict[int, list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    read = [(slot_of[seq][p], p, seq) for seq, start, new in rows for p in range(start + len(new))]
+    slots, positions, seq = torch.tensor(read).T
+    return slots, positions, seq
+
+
+def right_step(model: Llama, pool: KVPool, rows: list[Row], slot_of: dict[int, list[int]]) -> Tensor:
+    tokens, positions, seq, last = right_pack(rows)
+    slots, k_pos, k_seq = right_context(rows, slot_of)
+    mask, index = attention.visible(positions, k_pos, seq, k_seq), pool.index(slots)
+    new_slots = torch.tensor([slot for i, start, new in rows for slot in slot_of[i][start : start + len(new)]])
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pool.store(layer, new_slots, k, v)
+        return attention.sdpa(q, *pool.gather(layer, index), mask)
+
+    return model.logits(model(tokens, positions, attend)[last])
+
+
+PARTS: dict[str, Any] = {"visible": attention.visible, "pack": right_pack, "context": right_context}
+
+
+@holds(
+    "07",
+    "step",
+    "the example of 4, 2 and 1 tokens gives a row of logits for each text; NaN in free slots",
+    hint="only the rows in `last` go through the head. NaN: store, then gather; and read no slots but those that "
+    "`context` gives",
+    uses=PARTS,
+)
+def step_example(work: Work) -> None:
+    pool, draw = spoiled_pool(16), random.Random(10)
+    rows = [(i, 0, some_tokens(draw, n)) for i, n in enumerate((4, 2, 1))]
+    free = draw.sample(range(16), 16)
+    slot_of = {i: [free.pop() for _ in new] for i, _, new in rows}
+    got, what = (
+        work.call("step", tiny(), pool, rows, slot_of, changes=(0, 1)),
+        "the logits of texts of 4, 2 and 1 tokens",
+    )
+    if got is None:
+        raise Wrong("step returned None: is a `return` missing?")
+    if isinstance(got, Tensor) and got.shape == (7, CONFIG.vocab_size):
+        raise Wrong(
+            f"{what}: the shape must be [3, {CONFIG.vocab_size}], and is {list(got.shape)}, a row for each token: only "
+            "those in `last` are worth the head"
+        )
+    if not isinstance(got, Tensor) or got.shape != (3, CONFIG.vocab_size):
+        raise Wrong(f"{what} must be [3, {CONFIG.vocab_size}], a row for each text; got {kind(got)}")
+    if got.isnan().any():
+        raise Wrong(f"{what} have NaN: a slot is read before it is written, or one that holds nothing")
+
+
+def same_logits(work: Work, got: Any, right: Tensor, rows: Sequence[Row], what: str) -> None:
     if not isinstance(got, Tensor) or got.shape != right.shape or got.dtype != right.dtype:
+        step_example(work)  # tells it by the simplest example
         return same(got, right, f"{what}: logits")
+    if got.isnan().any():
+        step_example(work)
     for i, (seq, start, new) in enumerate(rows):
         where = f"row {i}, positions {start} to {start + len(new) - 1} of text {seq}"
         same(got[i], right[i], f"{what}, {where}: logits", CLOSE)
@@ -292,6 +370,7 @@ def same_logits(got: Any, right: Tensor, rows: Sequence[Row], what: str) -> None
     "equals the model on each text alone, at every step: random lengths, chunks, arrivals, orders; NaN in free slots",
     hint="NaN: a slot is read that this step's texts do not hold, or read before it was written (store, then gather). "
     "Other numbers: is the mask given both text numbers? Do the new K and V go to the slots of their own positions?",
+    uses=PARTS,
 )
 def step_equals_alone(work: Work) -> None:
     for seed in range(8):
@@ -316,7 +395,7 @@ def step_equals_alone(work: Work) -> None:
                 rows.append((seq, start, texts[seq][start:stop]))
             got = work.call("step", tiny(), pool, rows, slot_of, changes=(0, 1))
             expected = torch.stack([right[seq][start + len(new) - 1] for seq, start, new in rows])
-            same_logits(got, expected, rows, f"run {seed}, step {number_of_step} ({said(rows)})")
+            same_logits(work, got, expected, rows, f"run {seed}, step {number_of_step} ({said(rows)})")
             for seq, start, new in rows:
                 computed[seq] = start + len(new)
                 if computed[seq] == len(texts[seq]):  # it leaves: its slots hold nothing any more
@@ -336,6 +415,8 @@ def two_steps(work: Work, texts: Sequence[list[int]], order: Sequence[int]) -> l
     for last in (False, True):
         rows = [(i, len(texts[i]) - 1, texts[i][-1:]) if last else (i, 0, texts[i][:-1]) for i in order]
         got = work.call("step", tiny(), pool, rows, slot_of, changes=(0, 1))
+        if not isinstance(got, Tensor) or got.shape != (len(texts), CONFIG.vocab_size) or got.isnan().any():
+            step_example(work)
         if not isinstance(got, Tensor) or got.shape != (len(texts), CONFIG.vocab_size):
             raise Wrong(f"the logits must be [{len(texts)}, {CONFIG.vocab_size}], a row for each text; got {kind(got)}")
         if got.isnan().any():
@@ -350,6 +431,8 @@ def two_steps(work: Work, texts: Sequence[list[int]], order: Sequence[int]) -> l
     "nothing leaks: with other words in one text, the others' numbers stay the same to the bit",
     hint="somebody looks at keys of another text: does `visible` get q_seq and k_seq, the text numbers of queries and "
     "of keys?",
+    # not `visible`: the lesson breaks it on purpose, and the leak is to be seen here
+    uses={name: PARTS[name] for name in ("pack", "context")},
 )
 def step_leaks_nothing(work: Work) -> None:
     draw = random.Random(3)
@@ -376,6 +459,7 @@ def step_leaks_nothing(work: Work) -> None:
     "the order of the rows does not matter",
     hint="something is found by its place in the batch: use the row's own number and its own `last`, as `pack` gave "
     "them.",
+    uses=PARTS,
 )
 def step_any_order(work: Work) -> None:
     draw = random.Random(4)
@@ -393,6 +477,7 @@ def step_any_order(work: Work) -> None:
     "K and V are written to the new tokens' own slots, and nowhere else",
     hint="the slot of position p of text i is slot_of[i][p]; a step writes positions start to start + len(new) - 1 of "
     "each row.",
+    uses=PARTS,
 )
 def step_writes_its_own(work: Work) -> None:
     draw = random.Random(5)
@@ -419,6 +504,7 @@ def step_writes_its_own(work: Work) -> None:
     "every new token goes through the layers once, and one row for each text through the head",
     hint="one call of the model with tokens [T]; then model.logits of the rows in `last` only: the head multiplies by "
     "the whole vocabulary.",
+    uses=PARTS,
 )
 def step_counts(work: Work) -> None:
     draw = random.Random(6)
@@ -449,9 +535,43 @@ def spoiled_pools() -> Iterator[None]:
         KVPool.__init__ = init  # type: ignore[method-assign]
 
 
+@contextmanager
+def sound_rows(work: Work) -> Iterator[None]:
+    """Inside the block the learner's step refuses rows that cannot be right, in words."""
+    own = work.names.get("step")
+    if not callable(own):
+        yield
+        return
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        rows = kwargs.get("rows", args[2] if len(args) > 2 else None)
+        if isinstance(rows, list) and all(isinstance(row, tuple | list) and len(row) == 3 for row in rows):
+            numbers = [seq for seq, _, _ in rows]
+            for seq, _, new in rows:
+                if numbers.count(seq) > 1:
+                    raise Wrong("a text is twice in one step: is it taken out of `waiting` when it comes in?")
+                if isinstance(new, list) and not new:
+                    raise Wrong(
+                        "step is asked for a text with no new token: it did not get the one of the step before. "
+                        "Did you change the list of running texts while going over it?"
+                    )
+        return own(*args, **kwargs)
+
+    with work.replaced({"step": step}):
+        yield
+
+
 def outputs(work: Work, prompts: list[list[int]], n_new: list[int], most: int) -> list[Any]:
-    with spoiled_pools():
-        got = work.call("generate", tiny(), prompts, n_new, most, changes=(0,))
+    with spoiled_pools(), sound_rows(work):
+        try:
+            got = work.call("generate", tiny(), prompts, n_new, most, changes=(0,))
+        except Wrong as wrong:
+            if not isinstance(wrong.__cause__, IndexError) or "pop from empty list" not in str(wrong.__cause__):
+                raise
+            raise Wrong(
+                f"{wrong}\nif that is `free`: does a text that has ended give its slots back, in time? Are slots taken "
+                "for new tokens only, are there never more than max_running texts, and does each leave `waiting`?"
+            ) from wrong.__cause__
     if not isinstance(got, list) or len(got) != len(prompts) or not all(isinstance(text, list) for text in got):
         raise Wrong(
             f"generate must return a list of {len(prompts)} lists, the new tokens of each prompt in order; it "
@@ -488,10 +608,11 @@ def schedule(prompts: list[list[int]], n_new: list[int], most: int) -> list[list
     hint="the first wrong token tells much. At once: is the prompt fed from position 0? Later: does another text write "
     "into its slots, or does it go on after its last token? And if `free` runs empty: does a text that has ended leave "
     "in time and give its slots back, and are there never more than max_running?",
+    uses=PARTS | {"step": right_step},
 )
 def generate_equals_alone(work: Work) -> None:
-    for seed in range(10):
-        prompts, n_new, most = some_work(random.Random(seed))
+    example = [some_tokens(random.Random(7), n) for n in (6, 2, 3, 1, 4)], [5, 1, 2, 3, 1], 2
+    for prompts, n_new, most in [example, *(some_work(random.Random(seed)) for seed in range(10))]:
         what = said_work(prompts, n_new, most)
         seen: list[Tensor] = []
         hook = tiny().head.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
@@ -514,6 +635,7 @@ def generate_equals_alone(work: Work) -> None:
     "a step holds the whole prompt of a newcomer and one token of everyone else; a free place is filled at once",
     hint="start is how many tokens of a text are computed: everything from there on is new, so one token once the "
     "prompt is in. Whoever has all its tokens leaves before the next step, and who waits comes in.",
+    uses=PARTS | {"step": right_step},
 )
 def generate_steps(work: Work) -> None:
     draw = random.Random(7)
@@ -532,6 +654,7 @@ def generate_steps(work: Work) -> None:
     "attention reads no slot but those of the texts in the step",
     hint="S is the sum of the lengths of the running texts. Drop a text's slots from slot_of when it ends, and give "
     "`step` the running ones only.",
+    uses=PARTS | {"step": right_step},
 )
 def generate_reads(work: Work) -> None:
     heads = CONFIG.n_layers * CONFIG.n_heads
@@ -556,6 +679,7 @@ def generate_reads(work: Work) -> None:
     "memory is for max_running texts, however many there are: freed slots are used again",
     hint="the pool needs max_running times the longest text's positions; a text that ends gives its slots back to "
     "`free`.",
+    uses=PARTS | {"step": right_step},
 )
 def generate_memory(work: Work) -> None:
     draw = random.Random(8)

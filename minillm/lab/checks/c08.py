@@ -613,6 +613,31 @@ def ended_leave(work: Work) -> None:
 # ---- run
 
 
+def right_schedule(running: list[Request], waiting: deque[Request], budget: int, max_running: int) -> Plan:
+    plan: Plan = []
+    left = budget
+    for request in sorted(running, key=lambda r: r.pending > 1):
+        if n := min(request.pending, left):
+            plan.append((request, n))
+            left -= n
+    while waiting and left and len(running) < max_running:
+        running.append(waiting.popleft())
+        plan.append((running[-1], min(running[-1].pending, left)))
+        left -= plan[-1][1]
+    return plan
+
+
+def right_update(plan: Plan, sampled: dict[Request, int], running: list[Request]) -> list[Event]:
+    for request, n in plan:
+        request.computed += n
+    events = [request.accept(sampled[request]) for request, _ in plan if request in sampled]
+    running[:] = [request for request in running if request.finish_reason is None]
+    return events
+
+
+PARTS = {"schedule": right_schedule, "update": right_update}
+
+
 @dataclass(frozen=True, eq=False)
 class Text:
     prompt: tuple[int, ...]
@@ -752,6 +777,7 @@ def same_texts(story: Story, requests: Sequence[Request]) -> None:
     "run",
     "every token is the naive stage's, whatever the budget, the limits and the order",
     hint="the rows hidden[batch.last] belong to the requests batch.samples, one for one: hand sample() these two.",
+    uses=PARTS,
 )
 def run_is_naive(work: Work) -> None:
     for story in stories(31, 14):
@@ -765,6 +791,7 @@ def run_is_naive(work: Work) -> None:
     "run",
     "a free slot is never read: with NaN in all of them before each step, the tokens are the same",
     hint="reserve slots for every entry of the plan, and give none away before its owner has ended.",
+    uses=PARTS,
 )
 def run_reads_its_own(work: Work) -> None:
     for story in stories(32, 10):
@@ -778,6 +805,7 @@ def run_reads_its_own(work: Work) -> None:
     "run",
     "who has ended gives its row of memory back in the same step",
     hint="after update: slots.release(request) for everyone in the plan that has a finish_reason.",
+    uses=PARTS,
 )
 def run_releases(work: Work) -> None:
     for story in stories(33, 8):
@@ -798,6 +826,7 @@ def run_releases(work: Work) -> None:
     "run",
     "every token is yielded once, as an event, and every text ends once",
     hint="yield what update returned, nothing more: an event of the last token already carries the finish_reason.",
+    uses=PARTS,
 )
 def run_tells_once(work: Work) -> None:
     for story in stories(34, 8):
@@ -832,6 +861,7 @@ def widths(story: Story, late: bool, drive: Callable[[Watched], object]) -> list
     "run",
     "who is there joins the next step with room: every step has as many tokens as in stages.continuous",
     hint="take all arrivals at the head of every turn of the loop, not only when nobody runs.",
+    uses=PARTS,
 )
 def run_fills_steps(work: Work) -> None:
     for i, story in enumerate(stories(35, 16)):
