@@ -313,20 +313,18 @@ def counted_table(result: Result) -> Table:
     table = new_table(
         f"The memory of {plan.regions} regions in blocks: {plan.requests:,} requests, counted without a model",
         f"The article's mix of outputs (85 % of 40 to 200 tokens, 15 % of 400 to 1,000), prompts of 16 to 256 tokens, "
-        f"all there at the start, at most {plan.max_running} at once in blocks. slots: in all. held: by running "
-        "requests. used: with K and V in them. wasted: of held. These are means over all steps. running: while others "
-        "wait. again: tokens computed again after a preemption.",
-        ("memory", "slots", "held", "used", "wasted", "running", "most", "preempted", "again", "steps"),
+        f"all there at the start, at most {plan.max_running} at once in blocks. {result.counted[0].n_slots:,} slots. "
+        "held: by running requests. used: with K and V in them. wasted: of held. These are means over all steps. "
+        "running: while others wait. again: tokens computed again after a preemption.",
+        ("memory", "held", "used", "wasted", "running", "preempted", "again", "steps"),
     )
     for c in result.counted:
         table.add_row(
             c.memory,
-            f"{c.n_slots:,}",
             f"{c.held:,.0f}",
             f"{c.used:,.0f}",
             Text(f"{c.waste:.1%}", style="bold"),
             Text(f"{c.running:.1f}", style="bold"),
-            str(c.most_running),
             f"{c.preemptions:,}",
             f"{c.recomputed:,}",
             f"{c.steps:,}",
@@ -337,12 +335,13 @@ def counted_table(result: Result) -> Table:
 def served_table(result: Result) -> Table:
     plan, first = result.plan, result.served[0]
     void = "".join(f" {row.stage} is void: {row.void}." for row in result.served if row.void)
+    spread = ", ".join(f"{row.stage} {rate(min(row.rounds))}-{rate(max(row.rounds))}" for row in result.served)
     table = new_table(
         f"The same on the model: {plan.served} such requests, lengths times {plan.scale:g}",
         f"{plan.regions} regions against blocks of {plan.block} in as much memory, {first.nbytes / 1e6:,.0f} MB; "
-        f"{result.output_tokens:,} output tokens. Medians of {len(first.rounds)} rounds, and least to most. running: "
+        f"{result.output_tokens:,} output tokens. output/s: median of {len(first.rounds)} rounds ({spread}). running: "
         f"mean over all steps.{void}",
-        ("stage", "output/s", "rounds", "x", "ttft s", "running", "most", "preempted", "again", "steps"),
+        ("stage", "output/s", "x", "ttft s", "running", "preempted", "again", "steps"),
     )
     for row in result.served:
         if row.void:
@@ -351,11 +350,9 @@ def served_table(result: Result) -> Table:
         table.add_row(
             row.stage,
             Text(rate(row.output_throughput), style="bold"),
-            f"{rate(min(row.rounds))}-{rate(max(row.rounds))}",
             times(result.ratio) if row is not first else "-",
             f"{row.ttft:.1f}",
             f"{row.running:.1f}",
-            str(row.most_running),
             f"{row.preemptions:,}",
             f"{row.recomputed:,}",
             f"{row.steps:,}",
