@@ -158,9 +158,9 @@ def blocks(found: dict[str, Any]) -> list[str]:
     plan = found["plan"]
     lines = [
         "In the picture paged and shared were given as much memory as continuous, and leave as much empty; what blocks "
-        f"change is how many texts it can hold. The memory of {plan['regions']} regions, each as long as the longest of "
-        f"{plan['requests']} requests of the article's mix, with at most {plan['max_running']} at once in blocks; counted "
-        "by the real scheduler without a model, so the same on every machine:",
+        f"change is how many texts it can hold. The memory of {plan['regions']} regions, each as long as the longest "
+        f"of {plan['requests']} requests of the article's mix, with at most {plan['max_running']} at once in blocks; "
+        "counted by the real scheduler without a model, so the same on every machine:",
         "",
         "| memory | wasted of what is held | requests at once | most | preempted | tokens computed again | steps |",
         "|---|--:|--:|--:|--:|--:|--:|",
