@@ -44,8 +44,8 @@ class Engine:
     budget       most new tokens in one step (m); at least max_running
     max_len      most positions stored for one request: longer prompts are refused, longer texts end with "length"
     backend      a name from `kernels.BACKENDS`
-    slots        how KV memory is given out: (max_running, max_len) to one of the kinds in `slots`, which says how much
-                 there is; `functools.partial(SharedSlots, n_slots=8192)`, for example
+    slots        how KV memory is given out: (max_running, max_len) to one of the kinds in `slots` and `sharing`, which
+                 says how much there is; `functools.partial(SharedSlots, n_slots=8192)`, for example
     policy       who joins next: a name from `policies.POLICIES`
     """
 

@@ -66,7 +66,8 @@ def outcome(lesson: str, mutant: Mutant) -> Outcome:
     report: Report = run_checks(lesson, mutated(lesson, mutant))
     wrong = [finding for finding in report.findings if finding.wrong is not None]
     own = defined(mutant.code)
-    others = [finding.prop.function for finding in wrong if finding.prop.uses and not finding.waits]
+    # a property that names the wrong function among those it uses must wait for it
+    others = [finding.prop.function for finding in wrong if own & finding.prop.uses.keys() and not finding.waits]
     return Outcome(
         lesson,
         mutant,
