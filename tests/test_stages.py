@@ -144,6 +144,19 @@ def test_stages_end_texts_alike(name: str) -> None:
     assert texts(run(name, model, requests, **limits_of(name, 3, 2)), requests) == expected
 
 
+def test_samples_of_one_prompt_are_computed_once_by_the_stage_that_shares() -> None:
+    """The next prompt, and the same one with another seed, are not among them."""
+    model = follow({}, context=64)
+    params = [SamplingParams(max_tokens=2, temperature=1.0, seed=seed) for seed in (7, 7, 7, 8, 7)]
+    prompts = [[5] * 10] * 4 + [[6] * 10]
+    requests = [
+        make_request(prompt, p, model.config, None, 16, sample_index=i)
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+    ]
+    list(run("shared", model, requests, max_running=8, budget=64))
+    assert model.steps == [3 * 10, 5]  # three prompts are computed, then five texts go on
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_of_nothing_yields_nothing(name: str) -> None:
     assert list(run(name, follow({}), [])) == []
