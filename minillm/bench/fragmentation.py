@@ -335,7 +335,8 @@ def counted_table(result: Result) -> Table:
 def served_table(result: Result) -> Table:
     plan, first = result.plan, result.served[0]
     void = "".join(f" {row.stage} is void: {row.void}." for row in result.served if row.void)
-    spread = ", ".join(f"{row.stage} {rate(min(row.rounds))}-{rate(max(row.rounds))}" for row in result.served)
+    timed = [row for row in result.served if not row.void]
+    spread = ", ".join(f"{row.stage} {rate(min(row.rounds))}-{rate(max(row.rounds))}" for row in timed)
     table = new_table(
         f"The same on the model: {plan.served} such requests, lengths times {plan.scale:g}",
         f"{plan.regions} regions against blocks of {plan.block} in as much memory, {first.nbytes / 1e6:,.0f} MB; "
