@@ -33,6 +33,7 @@ from minillm.cli_options import (
     Model,
     RepetitionPenalty,
     Seed,
+    Stage,
     Temperature,
     TopK,
     TopP,
@@ -170,13 +171,7 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on where the model would end.", rich_help_panel=STOPPING)
     ] = False,
-    stage: Annotated[
-        str,
-        typer.Option(
-            help="naive, cached, chunked, padded, dynamic, ragged, continuous, paged or shared.",
-            rich_help_panel=RUNNING,
-        ),
-    ] = "continuous",
+    stage: Stage = "continuous",
     max_running: Annotated[
         int | None,
         typer.Option(

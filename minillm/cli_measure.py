@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from minillm.cli_options import DEFAULT_MODEL, RUNNING, Device, Dtype, JsonPath, Model, PlotPath, Stages
+from minillm.cli_options import DEFAULT_MODEL, RUNNING, Device, Dtype, JsonPath, Model, PlotPath, Stage, Stages
 from minillm.errors import InputError
 from minillm.terminal import out
 
@@ -399,10 +399,7 @@ def simulate(
 
 
 def trace(
-    stage: Annotated[
-        str,
-        typer.Option(help="naive, cached, chunked, padded, dynamic, ragged or continuous.", rich_help_panel=RUNNING),
-    ] = "continuous",
+    stage: Stage = "continuous",
     requests: Annotated[int, typer.Option(help="How many of the package's prompts.")] = 12,
     max_tokens: Annotated[int, typer.Option(help="Most new tokens for each text.")] = 48,
     rate: Annotated[
@@ -415,7 +412,7 @@ def trace(
     budget: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens in one step (continuous only).  [dim]\\[default: 128][/]", rich_help_panel=RUNNING
+            help="Most tokens in one step (continuous and later).  [dim]\\[default: 128][/]", rich_help_panel=RUNNING
         ),
     ] = None,
     plot_path: Annotated[

@@ -46,4 +46,10 @@ JsonPath = Annotated[
     typer.Option("--json", help="Write the measurements into this file, beside those of other experiments."),
 ]
 PlotPath = Annotated[Path | None, typer.Option("--plot", help="Draw them into this file (.png, .svg, .pdf).")]
+Stage = Annotated[
+    str,
+    typer.Option(
+        help="naive, cached, chunked, padded, dynamic, ragged, continuous, paged or shared.", rich_help_panel=RUNNING
+    ),
+]
 Stages = Annotated[str | None, typer.Option(help="Some stages only: a,b,...  [dim]\\[default: all][/]")]

@@ -9,7 +9,7 @@ import torch
 from minillm.batch import pack
 from minillm.cache import KVPool
 from minillm.draws import fresh_seed
-from minillm.errors import InputError
+from minillm.errors import InputError, whole_number
 from minillm.kernels import backend as find_backend
 from minillm.model import Llama
 from minillm.packing import pack_weights
@@ -191,8 +191,7 @@ class Engine:
         return list(outputs.values())
 
     def _make(self, prompt: Prompt, params: SamplingParams, n: int, priority: int = 0) -> list[Request]:
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_SAMPLES:
-            raise InputError(f"n is {n!r}; it must be a whole number from 1 to {MOST_SAMPLES}")
+        whole_number("n", n, 1, MOST_SAMPLES)
         if params.seed is None:
             params = replace(params, seed=fresh_seed())  # one for all n: they differ by their index
         requests: list[Request] = []

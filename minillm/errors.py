@@ -9,11 +9,18 @@ class InputError(ValueError):
     """
 
 
-def whole_number(name: str, value: object, least: int) -> int:
-    """The value, if it is an int of at least that much. Raises InputError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+def whole_number(name: str, value: object, least: int, most: int | None = None) -> int:
+    """The value, if it is an int of at least, and at most, that much. Raises InputError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= (value if most is None else most):
+        right = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} is {value!r}; it must be a whole number {right}")
     return value
+
+
+def check_range(name: str, value: float, least: float, most: float) -> None:
+    """Raises InputError unless the value, which NaN is not, lies there; `name` is the field of an option."""
+    if not least <= value <= most:
+        raise InputError(f"{name.replace('_', '-')} is {value}; it must be from {least} to {most}")
 
 
 class WeightsError(InputError):

@@ -56,7 +56,8 @@ class Queue:
     def add(self, request: Request) -> None:
         number = next(self._numbers)
         share = min(max(0.0, self._policy(request)), 1.0)  # in this order, NaN is no head start
-        request.turn = (number - PATIENCE * share, number)  # of equal turns the earlier comes first
+        for one in (request, *request.samples):  # all samples of one prompt have its turn
+            one.turn = (number - PATIENCE * share, number)  # of equal turns the earlier comes first
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:

@@ -113,7 +113,7 @@ class Scheduler:
                 request.samples, rest = request.samples[:room], request.samples[room:]
                 room -= len(request.samples)
                 for one in rest:
-                    one.leader, one.turn = None, request.turn
+                    one.leader = None
                     self.waiting.put_back(one)
 
     def _begin_samples(self, request: Request) -> list[Request]:
@@ -121,7 +121,7 @@ class Scheduler:
         begun, request.samples = request.samples, []
         for one in begun:
             self.slots.fork(request, one)
-            one.leader, one.turn = None, request.turn
+            one.leader = None
             self.running.append(one)
         return begun
 
@@ -129,7 +129,7 @@ class Scheduler:
         """Of a request that ends before its prompt is computed, while other samples wait for it: the first of them
         takes its turn."""
         heir, *others = request.samples
-        heir.leader, heir.samples, heir.turn = None, others, request.turn
+        heir.leader, heir.samples = None, others
         for other in others:
             other.leader = heir
         request.samples = []

@@ -20,7 +20,7 @@ from minillm.bench.queueing import jobs_of
 from minillm.bench.tables import new_table, rate, times
 from minillm.bench.verify import Verifier, judge
 from minillm.config import Config
-from minillm.errors import InputError
+from minillm.errors import InputError, check_range
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Request
@@ -59,12 +59,9 @@ class Plan:
             ("rounds", 1, 20),
             ("seed", 0, 2**32 - 1),
         ):
-            value = getattr(self, name)
-            if not least <= value <= most:  # NaN is not
-                raise InputError(f"{name.replace('_', '-')} is {value}; it must be from {least} to {most}")
+            check_range(name, getattr(self, name), least, most)
         for size in self.sizes:
-            if not 1 <= size <= 1024:
-                raise InputError(f"the block size is {size}; it must be from 1 to 1024")
+            check_range("the block size", size, 1, 1024)
 
     def check(self, config: Config) -> None:
         """Raises InputError if the model's context does not admit what it is to serve."""

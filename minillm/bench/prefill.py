@@ -508,12 +508,7 @@ def run_command(
     llama = load_model(folder, device, dtype, console)
     result = measure(llama, folder.name, text, console, prompt, running, budgets, rounds)
     show(result, console)
-    if json_path is not None:
-        results.add(json_path, "prefill", as_json(result))
-        console.print(Text(f"JSON: {json_path}"))
-    if plot_path is not None:
-        plot(result).savefig(plot_path, dpi=150)
-        console.print(Text(f"Plot: {plot_path}"))
+    results.save(console, json_path, "prefill", lambda: as_json(result), plot_path, lambda: plot(result))
     if result.partial:
         raise KeyboardInterrupt
     return 1 if any(point.void for point in result.points) else 0

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -24,6 +25,10 @@ LINES = {  # style and grey of each policy: told apart without colour
 }
 
 
+def as_json(result: Result) -> dict[str, Any]:
+    return {"metrics": DEFINITIONS, "alt_text": alt_text(result), **asdict(result)}
+
+
 def run_command(
     plan: Plan, model: str, device: str, dtype: str, json_path: Path | None, plot_path: Path | None, console: Console
 ) -> int:
@@ -34,12 +39,8 @@ def run_command(
     folder, llama, tokenizer = load(model, device, dtype, console)
     result = measure(llama, folder.name, tokenizer, plan, console)
     show(result, console)
-    if json_path is not None and result.scenarios:
-        results.add(json_path, "queue", {"metrics": DEFINITIONS, "alt_text": alt_text(result), **asdict(result)})
-        console.print(Text(f"JSON: {json_path}"))
-    if plot_path is not None and result.scenarios:
-        plot(result).savefig(plot_path, dpi=150)
-        console.print(Text(f"Plot: {plot_path}"))
+    if result.scenarios:
+        results.save(console, json_path, "queue", lambda: as_json(result), plot_path, lambda: plot(result))
     if result.partial:
         raise KeyboardInterrupt
     return 1 if any(row.void for scenario in result.scenarios for row in scenario.rows) else 0

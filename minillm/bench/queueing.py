@@ -28,7 +28,7 @@ from minillm.bench.metrics import Stats, request_goodput
 from minillm.bench.prompts import load
 from minillm.bench.verify import MOST_EXCUSED, Verifier, judge
 from minillm.engine import Engine
-from minillm.errors import InputError
+from minillm.errors import InputError, check_range
 from minillm.model import Llama
 from minillm.request import Arrivals, Event, Request
 from minillm.simulation import steps
@@ -93,9 +93,7 @@ class Plan:
             ("limit_tpot", 0.001, 3600.0),
             ("seed", 0, 2**32 - 1),
         ):
-            value = getattr(self, name)
-            if not least <= value <= most:  # NaN is not
-                raise InputError(f"{name.replace('_', '-')} is {value}; it must be from {least} to {most}")
+            check_range(name, getattr(self, name), least, most)
         for name in self.scenarios:
             if name not in SCENARIOS:
                 raise InputError(f"scenario {name!r} is not known; use some of {', '.join(SCENARIOS)}")

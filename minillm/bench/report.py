@@ -146,12 +146,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def save(result: Result, json_path: Path | None, plot_path: Path | None, console: Console) -> None:
-    if json_path is not None:
-        results.add(json_path, "ladder", as_json(result))
-        console.print(Text(f"JSON: {json_path}"))
-    if plot_path is not None:
-        plot(result).savefig(plot_path, dpi=150)
-        console.print(Text(f"Plot: {plot_path}"))
+    results.save(console, json_path, "ladder", lambda: as_json(result), plot_path, lambda: plot(result))
 
 
 def alt_text(result: Result) -> str:

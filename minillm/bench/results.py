@@ -8,9 +8,12 @@ date it comes from ("about"), and whether it was stopped half way ("partial").
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from minillm.errors import InputError
 
@@ -75,3 +78,20 @@ def add(path: Path, section: str, content: dict[str, Any]) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def save(
+    console: Console,
+    json_path: Path | None,
+    section: str,
+    content: Callable[[], dict[str, Any]],
+    plot_path: Path | None = None,
+    plot: Callable[[], Any] | None = None,
+) -> None:
+    """Writes the section and the picture, those that were asked for, and says where they are."""
+    if json_path is not None:
+        add(json_path, section, content())
+        console.print(Text(f"JSON: {json_path}"))
+    if plot_path is not None and plot is not None:
+        plot().savefig(plot_path, dpi=150)
+        console.print(Text(f"Plot: {plot_path}"))

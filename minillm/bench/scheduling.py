@@ -31,7 +31,7 @@ from minillm.bench.metrics import Stats
 from minillm.bench.tables import device_name, new_table, times
 from minillm.config import Config
 from minillm.engine import Engine
-from minillm.errors import InputError
+from minillm.errors import InputError, check_range
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.policies import PATIENCE, POLICIES, policy
@@ -85,9 +85,7 @@ class Plan:
             ("requests", 1, 100_000),
             ("seed", 0, 2**32 - 1),
         ):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise InputError(f"{name} is {value}; it must be from {least} to {most}")
+            check_range(name, getattr(self, name), least, most)
 
     @property
     def budget(self) -> int:
@@ -547,9 +545,7 @@ def run_command(plan: Plan, model: str, device: str, dtype: str, json_path: Path
     folder = find(model)
     result = measure(load_model(folder, device, dtype, console), folder.name, plan, console)
     show(result, console)
-    if json_path is not None:
-        results.add(json_path, "scheduler", as_json(result))
-        console.print(Text(f"JSON: {json_path}"))
+    results.save(console, json_path, "scheduler", lambda: as_json(result))
     if result.partial:
         raise KeyboardInterrupt
     return 0 if result.fair else 1

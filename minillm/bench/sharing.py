@@ -26,7 +26,7 @@ from minillm.bench.verify import MOST_EXCUSED, Verifier, judge
 from minillm.bench.workload import Workload
 from minillm.config import Config
 from minillm.engine import Engine
-from minillm.errors import InputError
+from minillm.errors import InputError, check_range
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.sharing import SharedSlots
@@ -79,9 +79,7 @@ class Plan:
             ("block", 1, 1024),
             ("rounds", 1, 20),
         ):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise InputError(f"{name} is {value}; it must be from {least} to {most}")
+            check_range(name, getattr(self, name), least, most)
 
     def check(self, config: Config, workload: Workload) -> None:
         """Raises InputError for what the context does not admit, and for what is too long to be cut from the text."""

@@ -256,12 +256,7 @@ def run_command(
     llama = load_model(folder, device, dtype, console)
     result = measure(llama, folder.name, workload, console, plan)
     show(result, console)
-    if json_path is not None:
-        results.add(json_path, "sharing", as_json(result))
-        console.print(Text(f"JSON: {json_path}"))
-    if plot_path is not None:
-        plot(result).savefig(plot_path, dpi=150)
-        console.print(Text(f"Plot: {plot_path}"))
+    results.save(console, json_path, "sharing", lambda: as_json(result), plot_path, lambda: plot(result))
     if result.partial:
         raise KeyboardInterrupt
     return 1 if result.void else 0
