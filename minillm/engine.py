@@ -11,6 +11,7 @@ from minillm.cache import KVPool
 from minillm.draws import fresh_seed
 from minillm.errors import InputError, whole_number
 from minillm.kernels import backend as find_backend
+from minillm.kernels import why_not
 from minillm.model import Llama
 from minillm.packing import pack_weights
 from minillm.params import SamplingParams
@@ -65,11 +66,13 @@ class Engine:
         max_len = min(longest, 2048) if max_len is None else max_len
         if not 1 <= max_len <= longest:
             raise InputError(f"max_len is {max_len}; it must be from 1 to the model's context, {longest}")
+        self.attend = find_backend(backend)
+        if reason := why_not(backend, model):
+            raise InputError(f"backend {backend!r} cannot run this model here: {reason}")
         self.model, self.tokenizer = model, tokenizer
         self.scheduler = Scheduler(slots(max_running, max_len), max_running, budget, find_policy(policy))
         self.max_len = self.scheduler.slots.capacity
         self.pool = KVPool(model, self.scheduler.slots.n_slots, max_running, self.max_len)
-        self.attend = find_backend(backend)
         self._requests: dict[int, Request] = {}  # unfinished ones
         self._inbox: list[Event] = []  # made while someone else's `generate` or `stream` was stepping
 
