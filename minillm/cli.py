@@ -370,11 +370,11 @@ class Loader:
         return make_request(ids, params, self.config, self.tokenizer, context, sample_index=sample)
 
     def load(self) -> Any:
+        from minillm.fusing import make_fast
         from minillm.model import Llama
-        from minillm.packing import pack_weights
 
         with err.status(Text(f"Loading {one_line(str(self.folder))}")):
-            return pack_weights(Llama.from_pretrained(self.folder, self.device, self.dtype))
+            return make_fast(Llama.from_pretrained(self.folder, self.device, self.dtype))
 
 
 class Clock:

@@ -10,10 +10,10 @@ from minillm.batch import pack
 from minillm.cache import KVPool
 from minillm.draws import fresh_seed
 from minillm.errors import InputError, whole_number
+from minillm.fusing import make_fast
 from minillm.kernels import backend as find_backend
 from minillm.kernels import why_not
 from minillm.model import Llama
-from minillm.packing import pack_weights
 from minillm.params import SamplingParams
 from minillm.policies import policy as find_policy
 from minillm.request import Event, Request, make_request
@@ -95,7 +95,7 @@ class Engine:
 
         folder = find(path_or_name)
         tokenizer = Tokenizer.from_pretrained(folder)
-        model = pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
+        model = make_fast(Llama.from_pretrained(folder, device=device, dtype=dtype))
         return cls(
             model,
             tokenizer,

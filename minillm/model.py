@@ -70,6 +70,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
+class Rotary(nn.Module):
+    """`rotate`, as a module without parameters: what does the same faster can take its place (see `fusing`)."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(x, cos, sin)
+
+
 class Attention(nn.Module):
     """Projections around attention. What attention looks at, this layer does not know: see `attention.Attend`."""
 
@@ -83,15 +90,24 @@ class Attention(nn.Module):
         self.o = nn.Linear(config.n_heads * D, config.d_model, bias=False)
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.rotary = Rotary()
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [..., T, H + 2 Hkv, D]
         q, k, v = qkv.split(self.heads, dim=-2)  # [..., T, H or Hkv, D]
-        q = rotate(self.q_norm(q), *rope)
-        k = rotate(self.k_norm(k), *rope)
+        q = self.rotary(self.q_norm(q), *rope)
+        k = self.rotary(self.k_norm(k), *rope)
         return self.o(attend(q, k, v).flatten(-2))  # [..., T, H*D] -> [..., T, d]
+
+
+class SiluTimes(nn.Module):
+    """silu(gate) * up, of the two halves of one tensor [..., 2 d_ff] -> [..., d_ff]."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)  # [..., d_ff] each
+        return nn.functional.silu(gate) * up
 
 
 class MLP(nn.Module):
@@ -101,10 +117,10 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.silu_times = SiluTimes()
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [..., T, d_ff] each
-        return self.down(nn.functional.silu(gate) * up)
+        return self.down(self.silu_times(self.gate_up(x)))
 
 
 class Block(nn.Module):

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import TINY_BACKENDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from script import (
@@ -31,7 +32,6 @@ from test_stages import TEXTS, alike
 
 from minillm.engine import Engine, Output
 from minillm.errors import InputError
-from minillm.kernels import BACKENDS
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, make_request
@@ -64,7 +64,7 @@ def ends(outputs: Sequence[Output]) -> list[Text]:
     max_len=st.integers(12, 24),
     split=st.sampled_from([0, 6, 3000]),  # how readily single tokens are cut into rectangles
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TINY_BACKENDS)
 @for_all_kinds
 def test_every_request_makes_the_tokens_it_makes_alone(
     tiny: Llama, slots: Kind, backend: str, texts_: list[Any], max_running: int, more: int, max_len: int, split: int
@@ -146,7 +146,7 @@ def test_texts_without_a_seed_differ(tiny: Llama) -> None:
 # ---- limits
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TINY_BACKENDS)
 @pytest.mark.parametrize("prompt", [15, 16, 17])
 @pytest.mark.parametrize("max_tokens", [1, 2, 10**9])
 @for_all_kinds
@@ -253,7 +253,7 @@ def test_memory_is_what_the_limits_say(tiny: Llama) -> None:
 # ---- one bad request
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TINY_BACKENDS)
 @pytest.mark.parametrize("value", [NAN, -INF])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, TINY_BACKENDS
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,7 +24,6 @@ from script import NAN, CheckedEngine, Codec, check_invariants, run_out
 from test_stages import params
 
 from minillm.errors import InputError
-from minillm.kernels import BACKENDS
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.policies import POLICIES
@@ -84,7 +83,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "more": range(13),
     "policy": list(POLICIES),
     "patience": [2, 5, 64],
-    "backend": list(BACKENDS),
+    "backend": TINY_BACKENDS,
     "split": [0, 6, 3000],
     "poison": [NAN, NAN, 1e4],
 }

@@ -44,11 +44,11 @@ def load(model: str, device: str, dtype: str, console: Console) -> tuple[Path, L
 
 def load_model(folder: Path, device: str, dtype: str, console: Console) -> Llama:
     """With packed weights, as the engine has it."""
+    from minillm.fusing import make_fast
     from minillm.model import Llama
-    from minillm.packing import pack_weights
 
     with console.status(f"Loading {folder.name}"):
-        return pack_weights(Llama.from_pretrained(folder, device=device, dtype=dtype))
+        return make_fast(Llama.from_pretrained(folder, device=device, dtype=dtype))
 
 
 def run_command(

@@ -13,6 +13,7 @@ from minillm.model import Llama
 BACKENDS = {
     "dense": "minillm.kernels.dense:DenseAttend",
     "gather": "minillm.kernels.gather:GatherAttend",
+    "c_paged": "minillm.kernels.c_paged:CPagedAttend",
 }
 
 

@@ -161,10 +161,10 @@ def measure(model: str, device: str, dtype: str, slots: int) -> Calibration:
     """Loads the model and times the engine's steps."""
     from minillm.bench import calibrate
     from minillm.fetch import find
+    from minillm.fusing import make_fast
     from minillm.model import Llama
-    from minillm.packing import pack_weights
 
-    return calibrate.measure(pack_weights(Llama.from_pretrained(find(model), device=device, dtype=dtype)), slots)
+    return calibrate.measure(make_fast(Llama.from_pretrained(find(model), device=device, dtype=dtype)), slots)
 
 
 def save(result: Result, json_path: Path | None, plot_path: Path | None, device: str, console: Console) -> None:

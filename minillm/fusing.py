@@ -1,0 +1,87 @@
+"""What lies between the matmuls of a layer, fused: norm, rotation and silu(gate) * up in one pass of C each.
+
+torch runs RMSNorm as six operators, each of which reads and writes all numbers; at small batches what it costs to call
+them is most of the time. As in `packing`, modules of a loaded model are replaced from outside, the same numbers come
+out (they round where `model` rounds), and where there is no compiler nothing changes but the speed.
+"""
+
+from collections.abc import Callable
+from ctypes import CDLL
+
+import torch
+from torch import Tensor, nn
+
+from minillm.model import Llama, RMSNorm, Rotary, SiluTimes
+from minillm.native import STEP, NotCompiled, function, library
+from minillm.packing import pack_weights
+
+
+class FusedNorm(nn.Module):
+    def __init__(self, norm: RMSNorm, lib: CDLL):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+        self.run = function(lib, "norm", pointers=3, integers=3, doubles=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out, d = torch.empty_like(x), x.shape[-1]
+        pointers = x.data_ptr(), self.weight.data_ptr(), out.data_ptr()
+        self.run(*pointers, x.numel() // d, d, d, self.eps, torch.get_num_threads())
+        return out
+
+
+class FusedRotary(nn.Module):
+    """Turns the heads in place, in the output of qkv: nobody needs them as they were."""
+
+    def __init__(self, _: Rotary, lib: CDLL):
+        super().__init__()
+        self.run = function(lib, "rotate", pointers=3, integers=4)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        *lead, heads, D = x.shape
+        rows = x.view(-1, heads, D) if len(lead) == 1 else x.flatten(0, -3)  # [T, heads, D]
+        assert rows.data_ptr() == x.data_ptr() and rows.stride()[1:] == (D, 1)
+        pointers = rows.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        self.run(*pointers, len(rows), heads, D, rows.stride(0), torch.get_num_threads())
+        return x
+
+
+class FusedSiluTimes(nn.Module):
+    def __init__(self, _: SiluTimes, lib: CDLL):
+        super().__init__()
+        self.run = function(lib, "silu_times", pointers=2, integers=2)
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        d = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], d)  # [..., d_ff]
+        self.run(gate_up.data_ptr(), out.data_ptr(), out.numel() // d, d, torch.get_num_threads())
+        return out
+
+
+# what is replaced, and by what
+FUSED: dict[type[nn.Module], Callable[..., nn.Module]] = {
+    RMSNorm: FusedNorm,
+    Rotary: FusedRotary,
+    SiluTimes: FusedSiluTimes,
+}
+
+
+def fuse(model: Llama) -> Llama:
+    """Replaces these modules in place where this machine can; returns the model."""
+    c = model.config
+    if model.device.type != "cpu" or c.d_model % STEP or c.d_ff % STEP or c.head_dim % (2 * STEP):
+        return model
+    try:
+        lib = library("elementwise", model.dtype)
+    except NotCompiled:
+        return model
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) in FUSED:
+                setattr(parent, name, FUSED[type(child)](child, lib))
+    return model
+
+
+def make_fast(model: Llama) -> Llama:
+    """All that makes a loaded model faster on this machine without changing what it computes, in place."""
+    return fuse(pack_weights(model))

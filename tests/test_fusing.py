@@ -1,0 +1,124 @@
+"""Fused modules: the numbers of the ones that they replace, and nothing where they cannot be had."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TINY
+from hypothesis import given
+from hypothesis import strategies as st
+from test_attention import random
+from torch import nn
+
+from minillm import native
+from minillm.attention import SelfAttend
+from minillm.config import Config
+from minillm.fusing import FUSED, FusedNorm, FusedRotary, FusedSiluTimes, fuse, make_fast
+from minillm.model import Llama, RMSNorm, Rotary, SiluTimes, rope_frequencies, rope_table
+
+try:
+    LIBRARIES = {
+        dtype: native.library("elementwise", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    }
+except native.NotCompiled as error:
+    pytest.skip(f"no C code here: {error}", allow_module_level=True)
+
+WIDE = replace(TINY, d_model=96, head_dim=64, d_ff=160)
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 0.0}  # relative: in bf16 the very same numbers
+dtypes = st.sampled_from([*TOLERANCE])
+leads = st.sampled_from([(), (1,), (7,), (130,), (2, 3), (2, 1, 5)])
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.dtype == b.dtype and a.shape == b.shape
+    torch.testing.assert_close(a, b, rtol=TOLERANCE[a.dtype], atol=TOLERANCE[a.dtype], equal_nan=True)
+
+
+def modules(model: Llama, kind: type[nn.Module]) -> int:
+    return sum(type(module) is kind for module in model.modules())
+
+
+@given(
+    dtype=dtypes,
+    lead=leads,
+    d=st.sampled_from([32, 64, 576]),
+    scale=st.sampled_from([1e-3, 1.0, 1e3]),
+    strided=st.booleans(),
+)
+def test_norm(dtype: torch.dtype, lead: tuple[int, ...], d: int, scale: float, strided: bool) -> None:
+    norm = RMSNorm(d, 1e-5).to(dtype)
+    norm.weight = nn.Parameter(random(d, seed=1).to(dtype), requires_grad=False)
+    x = (random(*lead, 2 * d) * scale).to(dtype)[..., d:] if strided else (random(*lead, d) * scale).to(dtype)
+    kept = x.clone()
+    near(FusedNorm(norm, LIBRARIES[dtype])(x), norm(x))
+    assert torch.equal(x, kept)
+
+
+@given(dtype=dtypes, lead=st.sampled_from([(1,), (7,), (65,), (2, 3)]), D=st.sampled_from([64, 128]))
+def test_rotary_turns_its_part_of_qkv_and_no_more(dtype: torch.dtype, lead: tuple[int, ...], D: int) -> None:
+    qkv = random(*lead, 7, D).to(dtype)
+    positions = torch.arange(500, 500 + lead[-1]).expand(lead)
+    rope = rope_table(positions, rope_frequencies(replace(WIDE, head_dim=D)), dtype)
+    q, k, v = (part.clone() for part in qkv.split((4, 2, 1), -2))
+    fused = FusedRotary(Rotary(), LIBRARIES[dtype])
+    near(fused(qkv[..., 4:6, :], *rope), Rotary()(k, *rope))
+    assert torch.equal(qkv[..., :4, :], q) and torch.equal(qkv[..., 6:, :], v)
+    near(fused(qkv[..., :4, :], *rope), Rotary()(q, *rope))
+
+
+@given(dtype=dtypes, lead=leads, d=st.sampled_from([32, 160, 1536]), scale=st.sampled_from([0.1, 3.0, 200.0]))
+def test_silu_times(dtype: torch.dtype, lead: tuple[int, ...], d: int, scale: float) -> None:
+    gate_up = (random(*lead, 2 * d) * scale).to(dtype)
+    fused, plain = FusedSiluTimes(SiluTimes(), LIBRARIES[dtype])(gate_up), SiluTimes()(gate_up)
+    if dtype == torch.bfloat16:  # where torch's e^x and ours round to either side of a tie
+        assert ((fused != plain) & (plain.abs() > 1e-26)).float().mean() < 0.01  # e^-80 stands for all below
+        torch.testing.assert_close(fused, plain, rtol=0.01, atol=1e-26)
+    else:
+        near(fused, plain)
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_a_number_stays_so(dtype: torch.dtype, bad: float) -> None:
+    x = random(3, 64).to(dtype)
+    x[1, 40] = bad
+    norm = RMSNorm(64, 1e-5).to(dtype)
+    norm.weight = nn.Parameter(torch.ones(64, dtype=dtype), requires_grad=False)
+    lib = LIBRARIES[dtype]
+    for fused, plain in ((FusedNorm(norm, lib), norm), (FusedSiluTimes(SiluTimes(), lib), SiluTimes())):
+        ours, theirs = fused(x), plain(x)
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE])
+@pytest.mark.parametrize("config", [WIDE, replace(WIDE, tied=False, qkv_bias=True, qk_norm=True)])
+def test_a_fused_model_says_the_same(dtype: torch.dtype, config: Config) -> None:
+    plain, fused = Llama.random(config, seed=3, dtype=dtype), fuse(Llama.random(config, seed=3, dtype=dtype))
+    for ours, theirs in FUSED.items():
+        assert modules(plain, ours) == modules(fused, theirs) > 0 == modules(fused, ours) == modules(plain, theirs)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    for T in (1, 7, 40):
+        tokens, positions = torch.arange(T) % 64, torch.arange(T)
+        for lead in ((T,), (3, T)):
+            x = (tokens.expand(lead), positions.expand(lead), SelfAttend(positions.expand(lead)))
+            expected, got = plain.logits(plain(*x)), fused.logits(fused(*x))
+            tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+            torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+    assert fuse(fused) is fused  # twice is once
+
+
+@pytest.mark.parametrize("sizes", [{"d_model": 48}, {"d_ff": 50}, {"head_dim": 32}])
+def test_sizes_that_it_cannot_take_stay_as_they_are(sizes: dict[str, int]) -> None:
+    model = fuse(Llama.random(replace(WIDE, **sizes)))
+    assert not any(modules(model, fused) for fused in FUSED.values())
+
+
+def test_both_kinds_of_speed_go_together() -> None:
+    model = make_fast(Llama.random(WIDE, seed=3))
+    assert modules(model, FusedNorm) and not modules(model, RMSNorm)
+    tokens = torch.arange(9)
+    plain = Llama.random(WIDE, seed=3)
+    torch.testing.assert_close(
+        model(tokens, tokens, SelfAttend(tokens)), plain(tokens, tokens, SelfAttend(tokens)), rtol=0, atol=1e-4
+    )
