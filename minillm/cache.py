@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm import attention
-from minillm.device import memory_bytes
+from minillm.device import memory_bytes, upload
 from minillm.errors import InputError
 from minillm.model import Llama
 
@@ -92,13 +92,13 @@ class KVPool:
 
     def enter(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Writes down where positions start, start+1, .. of the sequence in this row lie."""
-        self.table[row, start : start + len(slots)] = torch.tensor(slots, device=self.table.device)
+        self.table[row, start : start + len(slots)] = upload(slots, torch.int64, self.table.device)
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         """K and V of all layers, from slot to slot: all are read before the first is written."""
         if not moves:
             return
-        source, target = torch.tensor(moves, device=self.table.device).unbind(-1)  # [n] each
+        source, target = upload(moves, torch.int64, self.table.device).unbind(-1)  # [n] each
         for memory in (self.k, self.v):
             memory.index_copy_(2, target, memory.index_select(2, source))  # [L, Hkv, n, D]
 

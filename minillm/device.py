@@ -1,8 +1,11 @@
 """Which device and dtype to use, when the user says "auto" and when they say what this machine cannot do."""
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from minillm import host
 from minillm.errors import InputError
@@ -69,6 +72,13 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return host.memory_bytes()
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list as a tensor on the device. A GPU fetches it by itself out of pinned memory; from any other memory, or with
+    the list as an index, the host would have to wait until the GPU has done all that it was asked before."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 def synchronize(device: torch.device) -> None:

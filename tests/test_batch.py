@@ -155,15 +155,14 @@ def check_groups(packed: Batch, pool: KVPool) -> list[batch.Group]:
     made = groups(packed, pool.table)
     covered = torch.cat([group.queries.flatten() for group in made])
     assert sorted(covered.tolist()) == list(range(len(packed.tokens)))
-    rows = {chunk.row: chunk for chunk in packed.chunks}
     for group in made:
         N, t = group.queries.shape
         S = group.slots.shape[1]
         assert group.slots.shape == (N, S) and group.mask.shape == (N, t, S)
-        assert N == 1 or t == 1
+        assert (N == 1 or t == 1) and t <= batch.TILE
         for queries, slots, mask in zip(group.queries, group.slots, group.mask, strict=True):
             (row,) = set(packed.seq[queries].tolist())
-            own = pool.table[row, : rows[row].kv_len]
+            own = pool.table[row, : int(packed.positions[queries].max()) + 1]
             assert torch.equal(slots[: len(own)], own)
             assert (slots[len(own) :] == own[0]).all()
             assert torch.equal(mask, torch.arange(S) <= packed.positions[queries][:, None])
@@ -176,12 +175,38 @@ def test_groups_cover_each_token_once_and_read_their_own_slots_alone(tiny: Llama
     check_groups(pack(step.plan, pool), pool)
 
 
-@given(steps(most=8), st.integers(0, 12))
-def test_groups_stay_right_where_they_split(tiny: Llama, step: Step, split: int) -> None:
+@given(steps(most=8), st.integers(0, 12), st.integers(1, 13))
+def test_groups_stay_right_where_they_split(tiny: Llama, step: Step, split: int, tile: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "SPLIT", split)
+        patch.setattr(batch, "TILE", tile)
         pool = step.pool(tiny)
         check_padding(check_groups(pack(step.plan, pool), pool), pool, split)
+
+
+def scores(model: Llama, chunks: list[tuple[int, int]]) -> int:
+    """Attention scores that a step of chunks (start, n) computes, one head's."""
+    plan = [(request([0] * (s + n), s, row, [0] * (s + n)), n) for row, (s, n) in enumerate(chunks)]
+    pool = KVPool(model, 1, len(chunks), max(s + n for s, n in chunks))
+    return sum(group.mask.numel() for group in groups(pack(plan, pool), pool.table))
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=4), st.integers(1, 310))
+def test_scores_above_the_diagonal_are_skipped_but_for_corners(
+    tiny: Llama, chunks: list[tuple[int, int]], tile: int
+) -> None:
+    """Of a chunk of n new tokens, no more than n * (tile - 1) / 2 scores are computed and masked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "SPLIT", 0)
+        patch.setattr(batch, "TILE", tile)
+        needed = sum(n * s + n * (n + 1) // 2 for s, n in chunks)
+        assert needed <= scores(tiny, chunks) <= needed + sum(n * (tile - 1) for _, n in chunks) // 2
+
+
+def test_a_long_prompt_computes_little_more_than_half_of_the_square(tiny: Llama) -> None:
+    assert scores(tiny, [(0, 2048)]) < 0.54 * 2048**2
+    # and a chunk that fits one tile is one rectangle
+    assert scores(tiny, [(100, batch.TILE)]) == batch.TILE * (100 + batch.TILE)
 
 
 def check_padding(made: list[batch.Group], pool: KVPool, split: int) -> None:
