@@ -13,6 +13,10 @@ from minillm.model import Llama
 BACKENDS = {
     "dense": "minillm.kernels.dense:DenseAttend",
     "gather": "minillm.kernels.gather:GatherAttend",
+    "segments": "minillm.kernels.segments:SegmentsAttend",
+    "flex": "minillm.kernels.flex:FlexAttend",
+    "varlen": "minillm.kernels.varlen:VarlenAttend",
+    "triton_paged": "minillm.kernels.triton_paged:TritonPagedAttend",
     "c_paged": "minillm.kernels.c_paged:CPagedAttend",
 }
 
