@@ -5,6 +5,7 @@ them is most of the time. As in `packing`, modules of a loaded model are replace
 out (they round where `model` rounds), and where there is no compiler nothing changes but the speed.
 """
 
+import math
 from collections.abc import Callable
 from ctypes import CDLL
 
@@ -35,15 +36,24 @@ class FusedRotary(nn.Module):
 
     def __init__(self, _: Rotary, lib: CDLL):
         super().__init__()
-        self.run = function(lib, "rotate", pointers=3, integers=4)
+        self.run = function(lib, "rotate", pointers=4, integers=6)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        *lead, heads, D = x.shape
-        rows = x.view(-1, heads, D) if len(lead) == 1 else x.flatten(0, -3)  # [T, heads, D]
-        assert rows.data_ptr() == x.data_ptr() and rows.stride()[1:] == (D, 1)
-        pointers = rows.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        self.run(*pointers, len(rows), heads, D, rows.stride(0), torch.get_num_threads())
-        return x
+    def forward(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        cos, sin = rope  # [..., T, 1, D] each
+        (*lead, H, D), Hkv = q.shape, k.shape[-2]
+        pointers = q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        strides = token_stride(q), token_stride(k)
+        self.run(*pointers, math.prod(lead), H, Hkv, D, *strides, torch.get_num_threads())
+        return q, k
+
+
+def token_stride(x: Tensor) -> int:
+    """Numbers from one token to the next, of a tensor [..., T, heads, D] whose heads lie side by side."""
+    *lead, stride, head, one = x.stride()
+    assert head == x.shape[-1] and one == 1
+    if lead:  # rows, one after the other, are one run of tokens
+        x.view(-1, *x.shape[-2:])  # raises where they are not
+    return stride
 
 
 class FusedSiluTimes(nn.Module):

@@ -71,10 +71,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """`rotate`, as a module without parameters: what does the same faster can take its place (see `fusing`)."""
+    """`rotate` of q and k, as a module without parameters: what does the same faster can take its place (`fusing`)."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate(x, cos, sin)
+    def forward(self, q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return rotate(q, *rope), rotate(k, *rope)
 
 
 class Attention(nn.Module):
@@ -96,9 +96,8 @@ class Attention(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [..., T, H + 2 Hkv, D]
-        q, k, v = qkv.split(self.heads, dim=-2)  # [..., T, H or Hkv, D]
-        q = self.rotary(self.q_norm(q), *rope)
-        k = self.rotary(self.k_norm(k), *rope)
+        q, k, v = qkv.split_with_sizes(self.heads, dim=-2)  # [..., T, H or Hkv, D]
+        q, k = self.rotary(self.q_norm(q), self.k_norm(k), rope)
         return self.o(attend(q, k, v).flatten(-2))  # [..., T, H*D] -> [..., T, d]
 
 

@@ -23,9 +23,10 @@ class PackedLinear(nn.Module):
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
+        self.run = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # [..., out]
+        y: Tensor = self.run(x, self.weight, self.bias, "none", [], "")  # [..., out]
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:

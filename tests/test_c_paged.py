@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import random
 from test_batch import Step, request, steps
+from test_kernels import check_company_and_chunks
 from test_model import solo
 from torch import Tensor
 
@@ -131,6 +132,12 @@ def test_the_number_of_threads_changes_nothing() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@settings(max_examples=25)
+@given(data=st.data(), fill=st.sampled_from([NAN, 1e4]))
+def test_logits_do_not_depend_on_company_or_chunks(data: st.DataObject, fill: float) -> None:
+    check_company_and_chunks(Llama.random(SHAPES[4, 2, 32], dtype=torch.float64), "c_paged", data, fill)
 
 
 @pytest.mark.parametrize("config", [SHAPES[4, 2, 32], replace(SHAPES[2, 1, 128], qk_norm=True, qkv_bias=True)])

@@ -20,17 +20,21 @@ from minillm.native import STEP, NotCompiled, function, library
 class CPagedAttend:
     def __init__(self, pool: KVPool, batch: Batch):
         self.pool, self.batch = pool, batch
+        _, self.Hkv, _, self.D = pool.k.shape  # [L, Hkv, slots, D]
+        self.per_layer = pool.k.stride(0) * pool.k.itemsize  # bytes
+        self.memory = pool.k.data_ptr(), pool.v.data_ptr()
+        self.step = tuple(x.data_ptr() for x in (pool.table, batch.seq, batch.positions, batch.slots))
+        self.strides = pool.k.stride(1), pool.table.stride(0)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (T, H, D), Hkv = q.shape, k.shape[1]
-        pool, batch = self.pool, self.batch
-        out = q.new_empty(q.shape)  # [T, H, D]
-        keys, values = pool.k[layer], pool.v[layer]  # [Hkv, slots, D]
-        assert all(x.stride(1) == D and x.stride(2) == 1 for x in (q, k, v))
-        compiled(q.dtype, D, H // Hkv)(
-            *(x.data_ptr() for x in (q, k, v, out, keys, values)),
-            *(x.data_ptr() for x in (pool.table, batch.seq, batch.positions, batch.slots)),
-            *(T, Hkv, q.stride(0), k.stride(0), v.stride(0), keys.stride(0), pool.table.stride(0)),
+        T, H, D = q.shape
+        assert all(x.stride()[1:] == (D, 1) for x in (q, k, v)) and q.dtype == self.pool.k.dtype
+        out = q.new_empty(T, H, D)
+        compiled(q.dtype, D, H // self.Hkv)(
+            *(x.data_ptr() for x in (q, k, v, out)),
+            *(memory + layer * self.per_layer for memory in self.memory),
+            *self.step,
+            *(T, self.Hkv, q.stride(0), k.stride(0), v.stride(0), *self.strides),
             torch.get_num_threads(),
         )
         return out

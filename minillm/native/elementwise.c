@@ -25,23 +25,27 @@ void norm(const stored *x, const stored *weight, stored *out, int64_t T, int64_t
     }
 }
 
-/* In place: x cos + (b, a) (-sin, sin) for the halves a and b of every head; the tables hold the signs.
-   x [T, heads, D] with so many numbers from token to token; cos and sin [T, D]. */
-void rotate(stored *x, const stored *cos, const stored *sin, int64_t T, int64_t heads, int64_t D, int64_t x_stride,
-            int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (T > 1 && T * heads * D > MANY)
-    for (int64_t t = 0; t < T; t++)
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t i = 0; i < D / 2; i += STEP) {
-                stored *lower = x + t * x_stride + h * D + i, *upper = lower + D / 2;
-                const int64_t at = t * D + i;
-                vec a[2], b[2], c[2], s[2];
-                load(lower, a), load(upper, b);
-                load(cos + at, c), load(sin + at, s);
-                store(lower, rounded(a[0] * c[0]) + rounded(b[0] * s[0]), rounded(a[1] * c[1]) + rounded(b[1] * s[1]));
-                load(cos + at + D / 2, c), load(sin + at + D / 2, s);
-                store(upper, rounded(b[0] * c[0]) + rounded(a[0] * s[0]), rounded(b[1] * c[1]) + rounded(a[1] * s[1]));
-            }
+/* In place: x cos + (b, a) (-sin, sin) for the halves a and b of a head; the tables hold the signs. */
+static inline void rotate_head(stored *x, const stored *cos, const stored *sin, int64_t D) {
+    for (int64_t i = 0; i < D / 2; i += STEP) {
+        stored *lower = x + i, *upper = x + i + D / 2;
+        vec a[2], b[2], c[2], s[2];
+        load(lower, a), load(upper, b);
+        load(cos + i, c), load(sin + i, s);
+        store(lower, rounded(a[0] * c[0]) + rounded(b[0] * s[0]), rounded(a[1] * c[1]) + rounded(b[1] * s[1]));
+        load(cos + i + D / 2, c), load(sin + i + D / 2, s);
+        store(upper, rounded(b[0] * c[0]) + rounded(a[0] * s[0]), rounded(b[1] * c[1]) + rounded(a[1] * s[1]));
+    }
+}
+
+/* q [T, H, D] and k [T, Hkv, D], each with its stride of so many numbers from token to token; cos and sin [T, D]. */
+void rotate(stored *q, stored *k, const stored *cos, const stored *sin, int64_t T, int64_t H, int64_t Hkv, int64_t D,
+            int64_t q_stride, int64_t k_stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (T > 1 && T * (H + Hkv) * D > MANY)
+    for (int64_t t = 0; t < T; t++) {
+        for (int64_t h = 0; h < H; h++) rotate_head(q + t * q_stride + h * D, cos + t * D, sin + t * D, D);
+        for (int64_t h = 0; h < Hkv; h++) rotate_head(k + t * k_stride + h * D, cos + t * D, sin + t * D, D);
+    }
 }
 
 static inline vec silu(vec x) { return rounded(x / (exponential(-x) + 1)); }
