@@ -26,6 +26,7 @@ from minillm.cli_options import (
     RUNNING,
     SAMPLING,
     STOPPING,
+    Backend,
     Device,
     Dtype,
     MaxTokens,
@@ -171,7 +172,7 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on where the model would end.", rich_help_panel=STOPPING)
     ] = False,
-    stage: Stage = "continuous",
+    stage: Stage = "kernels",
     max_running: Annotated[
         int | None,
         typer.Option(
@@ -199,6 +200,7 @@ def generate(
         int | None,
         typer.Option(help=f"Tokens in a block of it.  [dim]\\[default: {BLOCK}][/]", rich_help_panel=RUNNING),
     ] = None,
+    backend: Backend = "auto",
     model: Model = DEFAULT_MODEL,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -244,6 +246,7 @@ def generate(
     limits = stage_limits(
         stage, len(texts) * samples, max_running=max_running, budget=budget, n_slots=kv_slots, block=block
     )
+    has_backends = check_backend(stage, backend)
     loader = Loader(model, device, dtype)
     slots = planned_slots(limits, loader.config.context)
     requests = []
@@ -260,8 +263,9 @@ def generate(
     llama = loader.load()
     from minillm.stages import STAGES
 
+    picked = {"backend": pick_backend(backend, llama, limits["max_running"])} if has_backends else {}
     clock = Clock()
-    events = clock.watch(STAGES[stage](llama, requests, **limits))
+    events = clock.watch(STAGES[stage](llama, requests, **limits, **picked))
     if len(requests) == 1:
         try:
             for event in events:
@@ -274,7 +278,7 @@ def generate(
                 panels.show(event)
     else:
         write_in_order(texts, requests, events)
-    remark(clock.statistics(requests))
+    remark(clock.statistics(requests) + "".join(f"; {what} {name}" for what, name in picked.items()))
     failed = [str(i) for i, request in enumerate(requests, 1) if request.finish_reason == "error"]
     if failed:
         complain(f"the model's logits were not numbers (prompt {', '.join(failed)}); try --dtype float32")
@@ -320,6 +324,34 @@ def stage_limits(name: str, n_texts: int, **given: int | None) -> dict[str, int]
     limits = {"max_running": MOST_RUNNING, "budget": BUDGET, "block": BLOCK} | limits
     limits["max_running"] = min(limits["max_running"], n_texts)
     return {limit: value for limit, value in limits.items() if limit in known}
+
+
+def check_backend(stage: str, name: str) -> bool:
+    """Whether the stage has a choice. Raises InputError for an unknown name, and for any name where it has none."""
+    import inspect
+
+    from minillm.kernels.choose import AUTO, check_name
+    from minillm.stages import STAGES
+
+    check_name(name)
+    choosing = [one for one, run in STAGES.items() if "backend" in inspect.signature(run).parameters]
+    if stage not in choosing and name != AUTO:
+        raise InputError(f"stage {stage!r} has no --backend; leave it out, or use --stage {' or '.join(choosing)}")
+    return stage in choosing
+
+
+def pick_backend(name: str, llama: Any, running: int) -> str:
+    """The backend for so many texts at once. Raises InputError for one that cannot run this model here."""
+    import warnings
+
+    from minillm.kernels.choose import resolve
+
+    with warnings.catch_warnings(record=True) as caught, err.status("Choosing a backend"):
+        warnings.simplefilter("always", RuntimeWarning)
+        found = resolve(name, llama, running)
+    for warning in caught:
+        remark(str(warning.message))
+    return found
 
 
 def planned_slots(limits: Mapping[str, int], context: int) -> "Slots":
@@ -453,6 +485,7 @@ def chat(
     seed: Seed = None,
     repetition_penalty: RepetitionPenalty = 1.0,
     max_tokens: MaxTokens = 512,
+    backend: Backend = "auto",
     model: Model = DEFAULT_MODEL,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -480,14 +513,16 @@ def chat(
         seed=seed,
         repetition_penalty=repetition_penalty,
     )
+    check_backend("kernels", backend)
     loader = Loader(model, device, dtype)
     from minillm.conversation import Conversation, converse
 
     conversation = Conversation(loader.tokenizer, loader.config, system, params)
     llama = loader.load()
+    picked = pick_backend(backend, llama, running=1)
     if sys.stdin.isatty():
         remark("/reset forgets, /quit or Ctrl-D ends, Ctrl-C stops an answer")
-    return converse(llama, conversation)
+    return converse(llama, conversation, picked)
 
 
 # ---- measuring: see `cli_measure`
@@ -501,7 +536,7 @@ cli_measure.add_to(app)
 
 @app.command(rich_help_panel="Learn")
 def check(
-    lesson: Annotated[str, typer.Argument(help="Its number: 00 to 10.", show_default=False)],
+    lesson: Annotated[str, typer.Argument(help="Its number: 00 to 12.", show_default=False)],
     impl: Annotated[
         Path | None,
         typer.Option(help="A notebook or Python file.  [dim]\\[default: the lesson's notebook in the folder][/]"),

@@ -49,7 +49,16 @@ PlotPath = Annotated[Path | None, typer.Option("--plot", help="Draw them into th
 Stage = Annotated[
     str,
     typer.Option(
-        help="naive, cached, chunked, padded, dynamic, ragged, continuous, paged or shared.", rich_help_panel=RUNNING
+        help="naive, cached, chunked, padded, dynamic, ragged, continuous, paged, shared or kernels.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Backend = Annotated[
+    str,
+    typer.Option(
+        help="How attention is computed, where the stage has a choice: auto (the fastest here, measured once), dense, "
+        "gather, segments, c_paged, flex, varlen or triton_paged.",
+        rich_help_panel=RUNNING,
     ),
 ]
 Stages = Annotated[str | None, typer.Option(help="Some stages only: a,b,...  [dim]\\[default: all][/]")]

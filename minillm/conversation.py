@@ -8,7 +8,7 @@ from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Request, make_request
-from minillm.stages import continuous
+from minillm.stages import kernels
 from minillm.terminal import complain, remark, write
 from minillm.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ class Conversation:
         return f"the context of {context} leaves room for {context - reserved} beside an answer of {reserved}"
 
 
-def converse(llama: Llama, conversation: Conversation) -> int:
+def converse(llama: Llama, conversation: Conversation, backend: str = "auto") -> int:
     """Reads messages and writes answers until the end. Returns the exit code."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         # what is not UTF-8 comes as far as the tokenizer, whose error ends the turn and not the conversation
@@ -86,7 +86,7 @@ def converse(llama: Llama, conversation: Conversation) -> int:
             elif text.startswith("/") and text[1:].isalpha():
                 raise InputError(f"{text} is not a command; there are /reset and /quit")
             elif text:
-                answer(llama, conversation, text)
+                answer(llama, conversation, text, backend)
         except InputError as error:
             complain(str(error))
         except KeyboardInterrupt:
@@ -96,14 +96,14 @@ def converse(llama: Llama, conversation: Conversation) -> int:
             remark("stopped; Ctrl-C again or /quit ends")
 
 
-def answer(llama: Llama, conversation: Conversation, text: str) -> None:
+def answer(llama: Llama, conversation: Conversation, text: str, backend: str) -> None:
     """One turn. An answer that was stopped stays in the conversation as far as it came."""
     request, dropped = conversation.ask(text)
     if dropped:
         remark(dropped)
     reply = ""
     try:
-        for event in continuous.generate(llama, [request], max_running=1):
+        for event in kernels.generate(llama, [request], max_running=1, backend=backend):
             reply += event.text
             write(event.text)
     finally:

@@ -81,6 +81,8 @@ def examine(model: str) -> dict[str, Any]:
     report["weights"] = examine_weights(model, loadable=not absent)
     if report["weights"]["error"]:
         missing.append((report["weights"]["error"], report["weights"].pop("mend")))
+    elif not absent:
+        report["backends"] = examine_backends(Path(report["weights"]["folder"]))
     return report
 
 
@@ -175,6 +177,18 @@ def copy_bytes() -> int:
     except (ValueError, OSError):  # macOS
         cache = 0
     return min(max(4 * cache, 1 << 28), 1 << 30)
+
+
+def examine_backends(folder: Path) -> dict[str, str | None]:
+    """{attention backend: why it cannot run this model here, with `auto` device and dtype; None: it can}."""
+    from minillm.config import Config
+    from minillm.device import pick_device, pick_dtype
+    from minillm.kernels import BACKENDS, why_not
+    from minillm.kernels.choose import attention_only
+
+    device = pick_device("auto")
+    model = attention_only(Config.from_folder(folder), device, pick_dtype("auto", device))
+    return {name: why_not(name, model) for name in BACKENDS}
 
 
 # ---- the lessons
@@ -281,6 +295,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     row("optional", ", ".join(extras) + ("; not here: " if extras and absent else "") + ", ".join(absent))
     if lessons := report.get("lessons"):
         row("lessons", f"minutes of machine time, estimated: {', '.join(map(minutes, lessons.items()))}")
+    if backends := report.get("backends"):
+        lacking = [f"{name} ({reason})" for name, reason in backends.items() if reason]
+        here = ", ".join(name for name, reason in backends.items() if not reason)
+        row("backends", here + ("; not here: " if lacking else "") + ", ".join(lacking))
     weights = report["weights"]
     row("weights", f"{weights['model']}: {'missing or broken' if weights['error'] else weights['folder']}")
     console.print(table)

@@ -38,6 +38,12 @@ TINY = Config(
 TINY_BACKENDS = [name for name in BACKENDS if why_not(name, Llama.random(TINY, dtype=torch.float64)) is None]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is measured or compiled for a user is not for the tests, nor theirs for the user."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Llama:
     """A random Llama in float64, where every stage must make the same tokens exactly."""
