@@ -11,14 +11,15 @@ from minillm.cache import KVPool
 from minillm.draws import fresh_seed
 from minillm.errors import InputError, whole_number
 from minillm.fusing import make_fast
+from minillm.graphs import decodes, record_graphs
 from minillm.kernels import backend as find_backend
-from minillm.kernels import why_not
+from minillm.kernels.choose import resolve
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.policies import policy as find_policy
 from minillm.request import Event, Request, make_request
-from minillm.sampling import sample
-from minillm.scheduler import Scheduler
+from minillm.sampling import Sampled, sample
+from minillm.scheduler import Plan, Scheduler
 from minillm.slots import RegionSlots, Slots
 from minillm.tokenizer import Tokenizer
 
@@ -44,10 +45,13 @@ class Engine:
     max_running  most sequences in one step (N)
     budget       most new tokens in one step (m); at least max_running
     max_len      most positions stored for one request: longer prompts are refused, longer texts end with "length"
-    backend      a name from `kernels.BACKENDS`
+    backend      a name from `kernels.BACKENDS`, or "auto": the one that is the fastest here (see `kernels.choose`)
     slots        how KV memory is given out: (max_running, max_len) to one of the kinds in `slots` and `sharing`, which
                  says how much there is; `functools.partial(SharedSlots, n_slots=8192)`, for example
     policy       who joins next: a name from `policies.POLICIES`
+
+    On a GPU, steps that only decode run from CUDA graphs if the backend can be recorded: see `graphs`. Setting
+    `engine.graphs = None` makes every step run eagerly, as on a CPU.
     """
 
     def __init__(
@@ -66,13 +70,12 @@ class Engine:
         max_len = min(longest, 2048) if max_len is None else max_len
         if not 1 <= max_len <= longest:
             raise InputError(f"max_len is {max_len}; it must be from 1 to the model's context, {longest}")
-        self.attend = find_backend(backend)
-        if reason := why_not(backend, model):
-            raise InputError(f"backend {backend!r} cannot run this model here: {reason}")
+        self.attend = find_backend(resolve(backend, model, max_running))
         self.model, self.tokenizer = model, tokenizer
         self.scheduler = Scheduler(slots(max_running, max_len), max_running, budget, find_policy(policy))
         self.max_len = self.scheduler.slots.capacity
         self.pool = KVPool(model, self.scheduler.slots.n_slots, max_running, self.max_len)
+        self.graphs = record_graphs(model, self.pool, self.attend, max_running)
         self._requests: dict[int, Request] = {}  # unfinished ones
         self._inbox: list[Event] = []  # made while someone else's `generate` or `stream` was stepping
 
@@ -86,7 +89,7 @@ class Engine:
         max_running: int = 32,
         budget: int = 512,
         max_len: int | None = None,
-        backend: str = "gather",
+        backend: str = "auto",
         slots: Callable[[int, int], Slots] = RegionSlots,
         policy: str = "first-come",
     ) -> "Engine":
@@ -152,15 +155,20 @@ class Engine:
         """
         plan = self.scheduler.schedule()
         if plan:
-            batch = pack(plan, self.pool)
-            hidden = self.model(batch.tokens, batch.positions, self.attend(self.pool, batch))  # [T, d]
-            sampled = sample(self.model.logits(hidden[batch.last]), batch.samples) if batch.samples else []
-            self._inbox += self.scheduler.update(plan, dict(zip(batch.samples, sampled, strict=True)))
+            sampled = self.graphs(plan) if self.graphs and decodes(plan) else self._forward(plan)
+            self._inbox += self.scheduler.update(plan, sampled)
         events, self._inbox = self._inbox, []
         for event in events:
             if event.finish_reason is not None:
                 self._requests.pop(event.request.id, None)
         return events
+
+    def _forward(self, plan: Plan) -> dict[Request, Sampled]:
+        """What is sampled for each request of the plan, and nothing for those whose prompts end in a later step."""
+        batch = pack(plan, self.pool)
+        hidden = self.model(batch.tokens, batch.positions, self.attend(self.pool, batch))  # [T, d]
+        sampled = sample(self.model.logits(hidden[batch.last]), batch.samples) if batch.samples else []
+        return dict(zip(batch.samples, sampled, strict=True))
 
     def abort(self, request_id: int) -> Event | None:
         """Ends a request in any state and frees what it held; None if it is unknown or had already ended."""

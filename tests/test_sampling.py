@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from script import NAN
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.draws import uniform
 from minillm.params import SamplingParams
 from minillm.request import Request, make_request
-from minillm.sampling import adjust, sample
+from minillm.sampling import adjust, greedy, sample, upload
 
 INF = float("inf")
 
@@ -358,3 +359,73 @@ def test_the_draw_is_keyed_by_seed_sample_and_tokens_emitted() -> None:
                 assert token(seed, n, index) == int(uniform(seed, index, n) * 4096)
                 assert token(seed, n, index) == token(seed, n, index, prompt=[5, 6, 7])
     assert len({token(s, n, i) for s in (0, 1) for n in (0, 1) for i in (0, 1)}) == 8
+
+
+# ---- on a GPU the host waits once
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU: numbers fetched, sizes that depend on values, and tensors made
+    from lists, which an index by a list is too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._opname
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
+        from_list = name == "lift_fresh" and args[0].dim() > 0
+        if (
+            by_mask
+            or from_list
+            or name in ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "is_nonzero")
+        ):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@given(st.lists(ROW, min_size=1, max_size=5), st.booleans())
+def test_sampling_asks_and_does_not_wait(rows: list[Any], penalties: bool) -> None:
+    """Whatever comes from the host comes by `upload`, and nothing goes back but the ids."""
+    more: dict[str, Any] = dict(
+        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.1, logit_bias={2: 1.0}, min_tokens=9,
+        stop_token_ids=[1, 4],
+    )  # fmt: skip
+    requests = [
+        a_request([3], row[2], **{k: getattr(row[1], k) for k in ("temperature", "top_k", "top_p", "min_p", "seed")})
+        for row in rows
+    ]
+    if penalties:
+        requests.append(a_request([3, 5], [5, 5, 2], **more))
+    logits = torch.tensor([row[0] for row in rows] + [rows[0][0]] * penalties)
+    with patch("minillm.sampling.upload", wraps=upload) as uploaded, Waits() as waits:
+        sample(logits, requests)
+    assert waits.found == {"lift_fresh": uploaded.call_count}
+
+
+def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for() -> None:
+    for device, pinned in ((torch.device("cuda", 0), True), (torch.device("cpu"), False)):
+        with patch("minillm.sampling.torch.tensor") as made:
+            upload([1, 2], torch.int64, device)
+        assert made.call_args.kwargs == {"dtype": torch.int64, "pin_memory": pinned}
+        made.return_value.to.assert_called_once_with(device, non_blocking=pinned)
+
+
+@given(st.lists(ROW, min_size=1, max_size=5), st.sampled_from([0, 1, 2]))
+def test_the_best_tokens_may_be_known_already(rows: list[Any], which: int) -> None:
+    """What a graph has computed is used as it is, unless a penalty changes some row; and it is left as it was."""
+    kinds: list[dict[str, Any]] = [{}, dict(temperature=0.7, top_k=3, seed=5), dict(logit_bias={2: 50.0})]
+    requests = [a_request([3], row[2], **(kinds[which] if i == 0 else kinds[0])) for i, row in enumerate(rows)]
+    logits = torch.tensor([row[0] for row in rows])
+    logits[-1, 3] = [NAN, 0.0, INF][which]
+    expected = sample(logits, requests)
+    best = greedy(logits)
+    before = best.clone()
+    assert sample(logits, requests, best) == expected
+    assert torch.equal(best, before)
+    assert [token for token, _ in expected[1:]] == best.tolist()[1:]
+    if which == 0:
+        assert [token for token, _ in sample(logits, requests, 7 - best)] == (7 - best).tolist()
