@@ -209,7 +209,7 @@ NEW = {  # of requests 0 and 1: 4 and 2 prompt tokens, 2 and 3 new ones
     "ragged": [{0: 4, 1: 2}, {0: 1, 1: 1}, {1: 1}],
     "continuous": [{0: 3}, {0: 1, 1: 2}, {0: 1, 1: 1}, {1: 1}],  # a budget of 3
 }
-NEW["paged"] = NEW["shared"] = NEW["continuous"]  # there is memory for all, and nothing to share
+NEW["paged"] = NEW["shared"] = NEW["kernels"] = NEW["continuous"]  # there is memory for all, and nothing to share
 
 
 @pytest.mark.parametrize("stage", STAGES)

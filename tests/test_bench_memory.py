@@ -65,9 +65,10 @@ RESERVED = {
     "continuous": 2 * 9 + 1,
     "paged": 2 * 16 + 1,  # as much as two of the longer one would take: a block of 16 each
     "shared": 2 * 16 + 1,
+    "kernels": 2 * 16 + 1,
 }
 LIVE = {"naive": 0, "cached": 9, "chunked": 9} | dict.fromkeys(
-    ("padded", "dynamic", "ragged", "continuous", "paged", "shared"), (4 + 1) + (8 + 1)
+    ("padded", "dynamic", "ragged", "continuous", "paged", "shared", "kernels"), (4 + 1) + (8 + 1)
 )
 
 

@@ -528,7 +528,7 @@ def test_peers_are_closed_when_one_cannot_start(llama: Llama, folder: Path) -> N
 
 def test_a_text_too_short_for_the_grid_is_refused(tmp_path: Path, llama: Llama, folder: Path) -> None:
     peer = LlamaBench(str(program(tmp_path)), tmp_path / "cache")
-    with pytest.raises(InputError, match="need 4096 tokens of text, and there are 200"):
+    with pytest.raises(InputError, match="need 8192 tokens of text, and there are 200"):
         measure(llama, folder, JOBS, TEXT, LIMITS, [peer], 1, silent())
     with pytest.raises(InputError, match="model's context is 256"):
         measure(llama, folder, JOBS, TEXT, LIMITS, [peer], 1, silent(), sizes=(1,), n_prompt=100, n_new=200)

@@ -20,10 +20,12 @@ from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Event, Request, make_request
-from minillm.stages import STAGES, cached, chunked, continuous, dynamic, naive, padded, paged, ragged, shared
+from minillm.stages import STAGES, cached, chunked, continuous, dynamic, kernels, naive, padded, paged, ragged, shared
 
-MODULES = dict(zip(STAGES, (naive, cached, chunked, padded, dynamic, ragged, continuous, paged, shared), strict=True))
-LOOPS = ("continuous", "paged", "shared")  # on the engine
+MODULES = dict(
+    zip(STAGES, (naive, cached, chunked, padded, dynamic, ragged, continuous, paged, shared, kernels), strict=True)
+)
+LOOPS = ("continuous", "paged", "shared", "kernels")  # on the engine
 LATER = [name for name in STAGES if name != "naive"]
 
 IDS = st.integers(0, 63)
@@ -107,7 +109,7 @@ def test_every_stage_makes_the_tokens_of_the_naive_one(
     def make() -> list[Request]:
         return [make_request(prompt, p, tiny.config, None, 24) for prompt, p in texts_]
 
-    model, requests = Watched(tiny, pools=name != "shared"), make()
+    model, requests = Watched(tiny, pools=name not in ("shared", "kernels")), make()
     events = list(run(name, model, requests, **limits_of(name, max_running, chunk)))
     assert texts(events, requests) == [solo(tiny, prompt, p, 24) for prompt, p in texts_]
     alike(tiny, make(), requests, events, model.rows)
@@ -121,7 +123,7 @@ def test_a_prompt_of_one_token_at_every_step(tiny: Llama, name: str) -> None:
     def make() -> list[Request]:
         return [make_request([t], p, tiny.config, None, 24) for t in (9, 40)]
 
-    model, requests = Watched(tiny, pools=name != "shared"), make()
+    model, requests = Watched(tiny, pools=name not in ("shared", "kernels")), make()
     events = list(run(name, model, requests, **limits_of(name, 2, 3)))
     assert len(events) == 40
     alike(tiny, make(), requests, events, model.rows)

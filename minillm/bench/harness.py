@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm import attention
+from minillm.batch import Chunk
 from minillm.bench.metrics import Summary, summarize
 from minillm.cache import KVCache, KVPool
 from minillm.device import synchronize
@@ -66,10 +67,18 @@ class Counts:
         return max((step.stored_tokens for step in self.steps), default=0)
 
 
+def visible(chunks: Sequence[Chunk], model: Llama) -> tuple[int, int]:
+    """The scores that the tokens of a step may see, and the bytes of K and V, each read once: over all layers."""
+    heads = model.config.n_layers * model.config.n_heads
+    scores = sum(chunk.n * chunk.start + chunk.n * (chunk.n + 1) // 2 for chunk in chunks)
+    return heads * scores, model.config.kv_bytes_per_token(model.dtype.itemsize) * sum(c.kv_len for c in chunks)
+
+
 @contextmanager
 def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
     """Counts what the model does inside the block. Everything is put back at its end, however it ends."""
     counts = Counts()
+    chunks: list[Chunk] = []  # of the current step, where its Attend has a batch
     before: dict[int, tuple[int, int]] = {}  # unfinished when the current step began: computed, len(tokens)
 
     def take_down() -> None:
@@ -84,7 +93,10 @@ def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
 
     def end_step(at: float) -> None:
         if counts.steps:
-            counts.steps[-1].ended = counts.steps[-1].ended or at
+            step = counts.steps[-1]
+            step.ended = step.ended or at
+            if not step.scores:  # a backend that does without `sdpa`: what it cannot do without
+                step.scores, step.kv_bytes = visible(chunks, model)
             take_down()
 
     schedule = Scheduler.schedule
@@ -96,6 +108,8 @@ def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
     def begin_step(module: nn.Module, args: tuple[Any, ...]) -> None:
         at = time.perf_counter() - counts.start
         end_step(at)
+        batch = getattr(args[2], "batch", None)
+        chunks[:] = [] if batch is None else batch.chunks
         before.update((i, (r.computed, len(r.tokens))) for i, r in enumerate(requests) if r.finish_reason is None)
         counts.steps.append(Step(tokens=args[0].numel(), began=at, reserved_bytes=counts.reserved_bytes))
 
@@ -105,9 +119,10 @@ def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
     sdpa = attention.sdpa
 
     def counted_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        *lead, T, H, _ = q.shape
-        counts.steps[-1].scores += prod(lead) * T * H * k.shape[-3]
-        counts.steps[-1].kv_bytes += (k.numel() + v.numel()) * k.element_size()
+        if counts.steps:  # before the first step a backend may be chosen, by trying some
+            *lead, T, H, _ = q.shape
+            counts.steps[-1].scores += prod(lead) * T * H * k.shape[-3]
+            counts.steps[-1].kv_bytes += (k.numel() + v.numel()) * k.element_size()
         return sdpa(q, k, v, mask)
 
     def release(nbytes: int) -> None:

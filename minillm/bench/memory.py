@@ -31,7 +31,7 @@ from minillm.errors import InputError
 from minillm.model import Llama
 from minillm.stages import STAGES
 
-BLOCKS = ("paged", "shared")  # the memory they reserve is not cut into regions
+BLOCKS = ("paged", "shared", "kernels")  # the memory they reserve is not cut into regions
 KEEPING = tuple(stage for stage in STAGES if stage != "naive")  # naive keeps neither K nor V
 CHUNKS = (64, 128, 256, 512, 1024)
 NEW = 4  # tokens that follow the long prompt

@@ -6,7 +6,7 @@ Every stage is a `Generate`: it takes requests, timed or not, and yields an Even
 from collections.abc import Callable, Iterator
 
 from minillm.request import Event
-from minillm.stages import cached, chunked, continuous, dynamic, naive, padded, paged, ragged, shared
+from minillm.stages import cached, chunked, continuous, dynamic, kernels, naive, padded, paged, ragged, shared
 
 Generate = Callable[..., Iterator[Event]]  # (model, requests, and the limits that the stage knows)
 
@@ -20,4 +20,5 @@ STAGES: dict[str, Generate] = {
     "continuous": continuous.generate,
     "paged": paged.generate,
     "shared": shared.generate,
+    "kernels": kernels.generate,
 }

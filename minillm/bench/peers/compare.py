@@ -25,7 +25,7 @@ from minillm.bench.tables import new_table, rate, times
 from minillm.errors import InputError
 from minillm.model import Llama
 
-OURS = "minillm continuous"
+OURS = "minillm kernels"
 KNOWN = "use transformers, llama-bench PATH or http URL"
 Found = TypeVar("Found")
 
@@ -136,13 +136,13 @@ def measure(
     peers: Sequence[Peer],
     rounds: int,
     console: Console,
-    sizes: tuple[int, ...] = (1, 8, 32),
+    sizes: tuple[int, ...] = (1, 8, 32, 64),
     n_prompt: int = 128,
     n_new: int = 64,
 ) -> PeersResult:
     """Runs the two experiments in interleaved rounds, the order rotated, and closes the peers, however it ends.
 
-    `jobs` have fixed lengths; `limits` are those of continuous; prompts of the grid are cut out of `text`.
+    `jobs` have fixed lengths; `limits` are those of the last stage; prompts of the grid are cut out of `text`.
 
     Raises InputError, before anything is measured, if a peer cannot run this model.
     """
@@ -251,7 +251,7 @@ def one_round(
 
 
 def ours(llama: Llama, limits: dict[str, int], jobs: Sequence[Job]) -> PeerRun:
-    done = run(llama, "continuous", jobs, limits)
+    done = run(llama, "kernels", jobs, limits)
     return PeerRun(
         n_tokens=[len(output) for output in done.outputs],
         n_prompt=[len(job.prompt) for job in jobs],
