@@ -55,7 +55,7 @@ lessons: $(VENV)/.dev $(WEIGHTS) ## run the lessons that changed and keep their 
 student: $(VENV)/.dev ## make the notebooks without solutions: build/student/
 	$(PY) -m minillm.lab.build student
 
-mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it (10 minutes)
+mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it (15 minutes)
 	@mkdir -p results
 	$(PY) tests/mutants.py > results/mutants.txt; found=$$?; tail -1 results/mutants.txt; exit $$found
 
@@ -68,7 +68,7 @@ soak: $(VENV)/.dev ## 10,000 requests through the engine: nothing may be lost, k
 	@mkdir -p results
 	$(PY) tests/soak.py --json results/soak.json $(ARGS)
 
-bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (50 minutes)
+bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (an hour)
 	@mkdir -p results
 	$(MINILLM) bench --preset full --json $(RESULTS).json --plot $(RESULTS)-ladder.png --peer transformers $(PEERS)
 	$(MINILLM) bench queue --json $(RESULTS).json --plot $(RESULTS)-queue.png
@@ -76,6 +76,9 @@ bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json,
 	$(MINILLM) bench memory --json $(RESULTS).json --plot $(RESULTS)-memory.png
 	$(MINILLM) bench sharing --json $(RESULTS).json --plot $(RESULTS)-sharing.png
 	$(MINILLM) bench scheduler --json $(RESULTS).json
+	$(MINILLM) profile --json $(RESULTS).json
+	$(MINILLM) bench --backends --json $(RESULTS).json --plot $(RESULTS)-backends.png
+	$(MINILLM) bench scaling --json $(RESULTS).json --plot $(RESULTS)-scaling.png
 	$(MINILLM) simulate --calibrate --json $(RESULTS).json --plot $(RESULTS)-simulation.png
 	$(MINILLM) trace --plot $(RESULTS)-trace.png
 	$(PY) -m minillm.bench.readme $(RESULTS).json

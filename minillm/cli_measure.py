@@ -1,4 +1,4 @@
-"""The commands that measure: `minillm ladder`, `bench` and its experiments, `simulate`, `trace`.
+"""The commands that measure: `minillm ladder`, `bench` and its experiments, `simulate`, `trace`, `profile`.
 
 They only take their options apart; what they do is in `bench` and `simulation`, imported when they are asked for.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from minillm.cli_options import DEFAULT_MODEL, RUNNING, Device, Dtype, JsonPath, Model, PlotPath, Stage, Stages
+from minillm.cli_options import DEFAULT_MODEL, RUNNING, Backend, Device, Dtype, JsonPath, Model, PlotPath, Stage, Stages
 from minillm.errors import InputError
 from minillm.terminal import out
 
@@ -35,7 +35,7 @@ bench_app = typer.Typer(cls=Bench, rich_markup_mode="rich")
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (ladder, simulate, trace):
+    for command in (ladder, simulate, trace, profile):
         app.command(rich_help_panel=PANEL)(command)
     app.add_typer(bench_app, name="bench", rich_help_panel=PANEL)
 
@@ -76,6 +76,12 @@ def bench(
             "llama-batched-bench) or `http URL` (any OpenAI-compatible server). May be given several times.",
         ),
     ] = None,
+    backends: Annotated[
+        bool,
+        typer.Option(
+            "--backends", help="In place of the stages, the attention backends side by side, over batch and context."
+        ),
+    ] = False,
     json_path: JsonPath = None,
     plot_path: PlotPath = None,
     model: Model = DEFAULT_MODEL,
@@ -90,16 +96,25 @@ def bench(
     $ minillm bench --preset full --json ladder.json --plot ladder.png
     $ minillm bench --stages padded,dynamic,continuous --dtype float32
     $ minillm bench --stages continuous --peer transformers
+    $ minillm bench --backends --plot backends.png
     $ minillm bench queue
     """
+    given = [
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
     if context.invoked_subcommand is not None:
-        given = [
-            name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        ]
+        if backends:
+            raise InputError(f"--backends is an experiment of its own; leave it or {context.invoked_subcommand!r} out")
         if given:
             option = given[0].removesuffix("_path").replace("_", "-")
             raise InputError(f"--{option} stands before {context.invoked_subcommand!r}; put it after the name")
         return None
+    if backends:
+        if alone := [name for name in given if name in ("stages", "preset", "peer")]:
+            raise InputError(f"--{alone[0]} is about the stages, and --backends measures none; leave one of them out")
+        from minillm.bench.backends import run_command
+
+        return run_command(model, device, dtype, json_path, plot_path, out)
     peers = [(kind, where if equals else None) for kind, equals, where in (p.partition("=") for p in peer or ())]
     return measure(stages, preset, peers, json_path, plot_path, model, device, dtype, stream=False)
 
@@ -327,11 +342,86 @@ def scheduler(
     return run_command(plan, model, device, dtype, json_path, out)
 
 
+@bench_app.command()
+def scaling(
+    running: Annotated[int, typer.Option(help="Texts in a decode step at each of the contexts.")] = 32,
+    contexts: Annotated[
+        str, typer.Option(help="Positions that each of them looks at.")
+    ] = "64,128,256,512,1024,2048,4096",
+    batches: Annotated[
+        str, typer.Option(help="Numbers of texts in a step, for its time and for memory.")
+    ] = "1,2,4,8,16,32,64,128,256",
+    context: Annotated[int, typer.Option(help="Positions that each text of a batch looks at.")] = 160,
+    prompts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "64,128,256,512,1024,2048,4096",
+    budget: Annotated[int, typer.Option(help="Most tokens in a step, where prompts are cut.")] = 512,
+    rounds: Annotated[int, typer.Option(help="How often each size is timed.")] = 3,
+    backend: Backend = "auto",
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """What a step costs as context, batch and prompt grow, each with its law: about three minutes on two cores.
+
+    The laws are fitted, and stand beside what this machine's bandwidth and
+    arithmetic predict for the counted work. Nothing is computed first: K and V
+    hold random numbers.
+
+    [bold]Examples[/]
+    $ minillm bench scaling --json results.json --plot scaling.png
+    $ minillm bench scaling --contexts 128,512,2048 --prompts 64,256,512,1024 --rounds 1
+    """
+    from minillm.bench.scaling import Plan
+    from minillm.bench.scaling_report import run_command
+
+    plan = Plan(
+        running=running,
+        contexts=tuple(integers("--contexts", contexts)),
+        batches=tuple(integers("--batches", batches)),
+        context=context,
+        prompts=tuple(integers("--prompts", prompts)),
+        budget=budget,
+        rounds=rounds,
+        backend=backend,
+    )
+    return run_command(plan, model, device, dtype, json_path, plot_path, out)
+
+
 def integers(option: str, text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise InputError(f"{option} is {text!r}; it must be whole numbers with commas between, as 64,128") from None
+
+
+# ---- one step
+
+
+def profile(
+    running: Annotated[int, typer.Option(help="Texts in the decode step.")] = 64,
+    context: Annotated[int, typer.Option(help="Positions that each of them looks at.")] = 160,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt whose step is looked at too; 0: none.")] = 512,
+    steps: Annotated[int, typer.Option(help="Steps of each kind.")] = 20,
+    backend: Backend = "auto",
+    json_path: JsonPath = None,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """Where does a step's time go? Each part of the code, what it takes, and how far the step is from its floor.
+
+    The floor: the model's Linears alone, and the live K and V at the speed of
+    a copy, both measured in the same run.
+
+    [bold]Examples[/]
+    $ minillm profile
+    $ minillm profile --running 1 --prompt 0 --steps 100
+    """
+    from minillm.bench.profile import Plan, run_command
+
+    plan = Plan(running=running, context=context, prompt=prompt, steps=steps, backend=backend)
+    return run_command(plan, model, device, dtype, json_path, out)
 
 
 # ---- the simulation

@@ -7,6 +7,7 @@ broken UTF-8 among it, which is what a terminal has to be kept safe from.
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import pty
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tomllib
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,18 +34,21 @@ from minillm.config import Config
 from minillm.conversation import Conversation
 from minillm.engine import Engine
 from minillm.errors import InputError
+from minillm.kernels import BACKENDS, choose, why_not
+from minillm.kernels.gather import GatherAttend
 from minillm.model import Llama
 from minillm.params import SamplingParams
 from minillm.request import Event, make_request
-from minillm.stages import STAGES
+from minillm.stages import STAGES, kernels
 from minillm.terminal import one_line, printable
 from minillm.tokenizer import BYTE_OF, Tokenizer
 from minillm.weights import sources_of, split_shape
 from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["generate", "chat", "ladder", "simulate", "trace", "bench", "weights", "doctor"]
-EXPERIMENTS = ["queue", "prefill", "memory", "sharing"]
+COMMANDS = ["generate", "chat", "ladder", "simulate", "trace", "profile", "bench", "weights", "doctor"]
+EXPERIMENTS = ["queue", "prefill", "memory", "sharing", "scaling"]
+CHOOSING = [name for name, stage in STAGES.items() if "backend" in inspect.signature(stage).parameters]
 NAME = "smollm2-135m-instruct"  # what a command uses when no model is named
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -102,6 +107,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with a context that it cannot fill within a test."""
     return save_tiny(tmp_path_factory.mktemp("models") / "endless", context=1_000_000)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured here is not kept for the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture
@@ -169,7 +182,7 @@ def test_help_needs_no_manual() -> None:
         assert max(map(len, text.splitlines())) <= 80
         assert command == "doctor" or f"$ minillm {command}" in text or f"| minillm {command}" in text
     text = run("generate", "--help").stdout
-    assert all(stage in text for stage in STAGES)
+    assert all(re.search(rf"\b{name}\b", text) for name in (*STAGES, *BACKENDS, "auto"))
 
 
 # ---- bad input
@@ -200,6 +213,8 @@ def test_help_needs_no_manual() -> None:
         (["hi", "--stage", "paged", "--kv-slots", "30"], ["30 KV slots", "16 or 32"]),
         (["hi", "--stage", "paged", "--block", "0"], ["block size is 0"]),
         (["hi", "--stage", "shared", "--kv-slots", "16"], ["256 KV slots", "there are 16"]),
+        (["hi", "--backend", "abacus"], ["backend 'abacus'", "auto", "gather"]),
+        (["hi", "--stage", "naive", "--backend", "gather"], ["'naive'", "--backend", f"--stage {CHOOSING[0]}"]),
         (["hi", "--samples", "0"], ["--samples"]),
         (["hi", "--samples", "2"], ["--samples 2", "--temperature 1"]),
         (["hi", "ho", "--budget", "1"], ["budget is 1", "max_running, 2"]),
@@ -282,7 +297,7 @@ def test_a_bug_keeps_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setitem(STAGES, "continuous", broken)
+    monkeypatch.setitem(STAGES, "kernels", broken)
     assert isinstance(run("generate", "hi", *tiny_args(folder)).exception, ZeroDivisionError)
 
 
@@ -351,6 +366,47 @@ def test_samples_of_a_prompt_differ_and_come_again_with_the_seed_that_is_told(fo
     assert len({text for *_, text in made}) == 6
     seed = re.search(r"seed (\d+)", first.stderr)
     assert seed and draw("--seed", seed[1]).stdout == first.stdout
+
+
+@pytest.mark.parametrize("stage", CHOOSING)
+def test_the_text_does_not_depend_on_the_backend(folder: Path, stage: str) -> None:
+    """In float64, of all that can run it here; the line of statistics says which it was."""
+    expected = expected_text(folder, "Once", max_tokens=12)
+    model = Llama.from_pretrained(folder, device="cpu", dtype="float64")
+    for name in (name for name in BACKENDS if why_not(name, model) is None):
+        result = run("generate", "Once", *tiny_args(folder, "--max-tokens", 12, "--stage", stage, "--backend", name))
+        assert result.exit_code == 0 and result.stdout == expected + "\n", (name, result.output)
+        assert result.stderr.endswith(f"; backend {name}\n")
+    request = make_request([5], SamplingParams(max_tokens=3), model.config, None, 8)
+    with pytest.raises(InputError, match="abacus"):  # it is the stage's engine that is told
+        next(STAGES[stage](model, [request], backend="abacus"))
+
+
+def test_auto_is_what_was_measured_for_so_many_texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measured(model: Llama, running: int) -> str:
+        asked.append(running)
+        warnings.warn("backend 'abacus' is left out: it is wood", RuntimeWarning, stacklevel=1)
+        return "dense"
+
+    monkeypatch.setattr(choose, "choose", measured)
+    for options, running in (([], 2), (["--max-running", 1], 1), (["--backend", "auto"], 2)):
+        more = ("--max-tokens", 3, "--stage", CHOOSING[-1], *options)
+        result = run("generate", "Once", "Twice", *tiny_args(folder, *more))
+        assert result.exit_code == 0 and asked.pop() == running and not asked
+        told, statistics = result.stderr.splitlines()
+        assert told == "backend 'abacus' is left out: it is wood" and statistics.endswith("; backend dense")
+    result = run("generate", "Once", *tiny_args(folder, "--max-tokens", 3, "--stage", "naive"))
+    assert "backend" not in result.stderr and not asked
+
+
+def test_a_backend_that_cannot_run_here_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatherAttend, "why_not", lambda model: "it is tired", raising=False)
+    args = ("generate", "hi", "--stage", CHOOSING[-1])
+    for command in (args, ["chat"]):
+        check_refused(run(*command, *tiny_args(folder, "--backend", "gather")), "'gather'", "it is tired")
+        check_refused(run(*command, "--model", "nowhere", "--backend", "abacus"), "'abacus'", "auto", "dense")
 
 
 def test_a_full_context_is_said(folder: Path) -> None:
@@ -439,6 +495,25 @@ def test_a_conversation_is_answered_line_by_line(folder: Path) -> None:
     reset = run("chat", *args, stdin="Hi\n/reset\nHi\n/quit\nnot read\n")
     assert reset.stdout == f"{answers[0]}\n{answers[0]}\n"
     assert "forgotten" in reset.stderr
+
+
+def test_chat_takes_the_backend_it_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = tiny_args(folder, "--temperature", 0, "--max-tokens", 5)
+    expected = run("chat", *args, "--backend", "gather", stdin="Hi\nWho?\n")
+    assert expected.exit_code == 0 and expected.stderr == ""
+    names: list[str] = []
+    real = kernels.generate
+
+    def generate(*given: object, backend: str, **more: object) -> Iterator[Event]:
+        names.append(backend)
+        return real(*given, backend=backend, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "generate", generate)
+    monkeypatch.setattr(choose, "choose", lambda model, running: "segments" if running == 1 else "dense")
+    for options, name in ((["--backend", "dense"], "dense"), ([], "segments")):
+        result = run("chat", *args, *options, stdin="Hi\nWho?\n")
+        assert result.stdout == expected.stdout and result.stderr == "" and names == [name] * 2
+        names.clear()
 
 
 def test_chat_goes_on_after_bad_lines(folder: Path) -> None:
@@ -613,6 +688,24 @@ def test_bench_refuses_before_it_measures(tmp_path: Path) -> None:
     check_refused(run("ladder", "--model", "nowhere"), "nowhere")
 
 
+def test_bench_backends_hands_over_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    harness = importlib.import_module("minillm.bench.backends")
+    monkeypatch.setattr(harness, "run_command", lambda *given: calls.append(given) or 1)
+    args = ["--json", tmp_path / "x", "--plot", tmp_path / "y.png", "--model", "m", "--device", "cpu"]
+    assert run("bench", "--backends", *args).exit_code == 1
+    assert calls[0][:5] == ("m", "cpu", "auto", tmp_path / "x", tmp_path / "y.png")
+    assert run("bench", "--dtype", "float32", "--backends").exit_code == 1
+    assert calls[1][:5] == (NAME, "auto", "float32", None, None)
+    monkeypatch.undo()
+    for option, value in (("--stages", "naive"), ("--preset", "quick"), ("--peer", "transformers")):
+        check_refused(run("bench", "--backends", option, value), option, "--backends")
+        check_refused(run("bench", option, value, "--backends"), option, "--backends")
+    check_refused(run("bench", "--backends", "queue"), "--backends", "'queue'")
+    check_refused(run("bench", "--backends", "--json", tmp_path / "no" / "x"), str(tmp_path / "no" / "x"))
+    check_refused(run("bench", "--backends", "--model", "nowhere"), "nowhere")
+
+
 @pytest.mark.parametrize(
     "given, handed",
     [
@@ -668,6 +761,13 @@ def test_an_experiment_has_options_and_examples_of_its_own(name: str, tmp_path: 
         (["bench", "sharing", "--samples", "1"], ["samples is 1"]),
         (["bench", "sharing", "--turns", "9"], ["turns is 9"]),
         (["bench", "sharing", "--system", "8190"], ["system is 8190", "8192"]),
+        (["bench", "scaling", "--contexts", "64,128"], ["contexts", "at least 3"]),
+        (["bench", "scaling", "--batches", "1,2,many"], ["--batches", "'1,2,many'"]),
+        (["bench", "scaling", "--prompts", "64,128,256,9000"], ["9000", "8192"]),
+        (["bench", "scaling", "--backend", "best"], ["'best'", "gather"]),
+        (["profile", "--steps", "1"], ["steps is 1"]),
+        (["profile", "--context", "9000"], ["context is 9000", "8192"]),
+        (["profile", "--backend", "best"], ["'best'", "gather"]),
         (["simulate", "--rate", "-1"], ["rate is -1"]),
         (["simulate", "--seeds", "0"], ["seeds is 0"]),
         (["simulate", "--policies", "static,lifo"], ["'lifo'"]),
@@ -681,6 +781,32 @@ def test_an_experiment_has_options_and_examples_of_its_own(name: str, tmp_path: 
 )
 def test_experiments_that_make_no_sense_are_refused(args: list[str], words: list[str]) -> None:
     check_refused(run(*args), *words)
+
+
+def test_profile_and_scaling_hand_over_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minillm.bench import profile, scaling, scaling_report
+
+    calls: list[tuple[object, ...]] = []
+    for module in (profile, scaling_report):
+        monkeypatch.setattr(module, "run_command", lambda *given: calls.append(given) or 0)
+    asked = ["--running", "2", "--context", "9", "--backend", "dense", "--dtype", "float32", "--json", tmp_path / "x"]
+    assert run("profile", *asked, "--prompt", "0", "--steps", "7").exit_code == 0
+    sizes = ["--contexts", "1,2,3", "--batches", "4,5,6", "--prompts", "6,7,8,9", "--budget", "3", "--rounds", "1"]
+    assert run("bench", "scaling", *asked, *sizes, "--plot", tmp_path / "y.png").exit_code == 0
+    plan = profile.Plan(running=2, context=9, prompt=0, steps=7, backend="dense")
+    assert calls[0][:-1] == (plan, NAME, "auto", "float32", tmp_path / "x")
+    plan = scaling.Plan(2, (1, 2, 3), (4, 5, 6), 9, (6, 7, 8, 9), 3, 1, "dense")
+    assert calls[1][:-1] == (plan, NAME, "auto", "float32", tmp_path / "x", tmp_path / "y.png")
+    assert run("profile").exit_code == run("bench", "scaling").exit_code == 0
+    assert [call[0] for call in calls[2:]] == [profile.Plan(), scaling.Plan()]
+
+
+def test_a_profile_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    """From the command line to the file, on the tiny model."""
+    sizes = ["--running", "2", "--context", "5", "--prompt", "4", "--steps", "5", "--backend", "gather"]
+    shown = run("profile", *sizes, "--model", folder, "--json", tmp_path / "x")
+    assert shown.exit_code == 0 and "floor" in shown.stdout and "gate_up" in shown.stdout
+    assert json.loads((tmp_path / "x").read_text())["sections"]["profile"]["plan"]["running"] == 2
 
 
 def test_a_bad_line_of_a_trace_is_named_by_number(tmp_path: Path) -> None:
@@ -720,6 +846,26 @@ def test_doctor_says_what_is_here(home: Path, folder: Path) -> None:
     assert cpu["device"] == "cpu" and report["cpu"]["memory_gb"] > 0
     assert min(cpu["copy_gb_s"], cpu["float32_gflop_s"], cpu["bfloat16_gflop_s"]) > 0
     assert report["dtype"] in ("float32", "bfloat16") and all(report["packages"][n] for n in doctor.NEEDED)
+    assert list(report["backends"]) == list(BACKENDS) and report["backends"]["gather"] is None
+
+
+def test_doctor_says_which_backends_can_run_here_and_why_not(
+    home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, home / NAME)
+    monkeypatch.setattr(doctor, "copy_bytes", lambda: 1 << 20)
+    reasons = {"slow": None, "fast": "it needs a machine that nobody has"}
+    monkeypatch.setattr("minillm.kernels.BACKENDS", dict.fromkeys(reasons, ""))
+    asked: list[tuple[str, int]] = []
+
+    def why_not(name: str, model: Llama) -> str | None:
+        asked.append((name, model.config.head_dim))
+        return reasons[name]
+
+    monkeypatch.setattr("minillm.kernels.why_not", why_not)
+    shown = " ".join(run("doctor").stdout.split())
+    assert "backends slow; not here: fast (it needs a machine that nobody has)" in shown
+    assert asked == [("slow", TINY.head_dim), ("fast", TINY.head_dim)]
 
 
 def test_doctor_says_what_is_missing_and_what_mends_it(
@@ -741,6 +887,7 @@ def test_doctor_says_what_is_missing_and_what_mends_it(
     monkeypatch.setattr(doctor, "version", lambda name: None if name in ("torch", "gguf") else found(name))
     result = run("doctor")
     assert result.exit_code == 1 and "missing: packages: torch, gguf" in result.stdout
+    assert "backends" not in result.stdout
     assert "run  make run" in result.stdout
 
 

@@ -8,6 +8,10 @@ rows      runs to medians, ratios, ceilings           memory     KV memory reser
 report    tables, plot                                fragmentation  the same memory in blocks
 claims    comparisons with a target                   sharing    blocks that several texts hold
 live      the text while it is made                   scheduling what planning costs, and who waits
+                                                      scaling    what a step costs as work grows
+                                                      backends   the same attention, computed in other ways
+                                                      decoding   a decode step on a GPU, every way
+                                                      profile    where a step's time goes
                                                       calibrate  how long a step takes, by what is in it
                                                       timeline   who did what in each step
                                                       trace      the timeline as a picture and as a trace
@@ -17,6 +21,7 @@ harness   one run of one stage: stamps, counters      results    the JSON file, 
 metrics   what time stamps mean                       tables     tables and numbers for people
 verify    is it the naive model's text?               machine    what it ran on
 ceiling   what this machine could do                  peers      other engines, for comparison
+steady    one step, made directly                     floor      the Linears alone, K and V
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ the one that the README links to.
 import re
 import sys
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,11 @@ def experiments(file: str, sections: dict[str, Any]) -> str:
         "memory": "KV memory, reserved and used",
         "sharing": "Blocks that are shared",
         "scheduler": "Who is next, and what it costs to decide",
+        "profile": "Where a step's time goes",
+        "backends": "The same attention, computed in other ways",
+        "scaling": "Cost as work grows",
     }
-    tables = {"memory": blocks, "sharing": sharing, "scheduler": scheduler}
+    tables = {"memory": blocks, "sharing": sharing, "scheduler": scheduler, "profile": profile, "scaling": scaling}
     lines = []
     for name, title in titles.items():
         if name not in sections:
@@ -227,6 +231,59 @@ def scheduler(found: dict[str, Any]) -> list[str]:
         cells = [f"{c['total']['median'] * 1e6:,.0f}" for c in found["costs"] if c["slots"] == slots]
         lines.append(f"| {slots}: schedule, pack, update | {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def scaling(found: dict[str, Any]) -> list[str]:
+    """The four laws side by side: sizes, times, what the law says; and memory."""
+    plan, curves = found["plan"], [found[name] for name in ("contexts", "batches", "prompts")]
+    assert all(curves) and found["chunked"], "`minillm bench scaling` was stopped before it measured all"
+    heads = [
+        f"{plan['running']} at context",
+        f"running, context {plan['context']}",
+        "prompt",
+        f"in chunks of {plan['budget']}",
+        "running tokens",
+    ]
+    one, two, three, four, five = heads
+    lines = [
+        f"| {one} | ms | law | {two} | ms | law | {three} | ms | law | {four} | {five} | used MB | regions MB |",
+        "|" + "--:|" * 13,
+    ]
+
+    def cells(p: dict[str, Any] | None) -> list[str]:
+        return ["", "", ""] if p is None else [f"{p['n']:,}", ms(p["seconds"]["median"]), ms(p["by_law"])]
+
+    def held(one: dict[str, Any] | None) -> list[str]:
+        sizes = [] if one is None else [f"{one[name] / 1e6:,.0f}" for name in ("used", "regions")]
+        return ["", "", ""] if one is None else [f"{one['tokens']:,}", *sizes]
+
+    columns = [curve["points"] for curve in curves] + [found["chunked"]["points"], found["memory"]]
+    for a, b, c, cut, memory in zip_longest(*columns):
+        chunks = "" if cut is None else ms(cut["seconds"]["median"])
+        lines.append(f"| {' | '.join([*cells(a), *cells(b), *cells(c), chunks, *held(memory)])} |")
+    return [*lines, ""]
+
+
+def profile(found: dict[str, Any]) -> list[str]:
+    """Each part's share of a step, for every kind of step; then the step and its floor."""
+    steps = {one["kind"]: one for one in found["profiles"]}
+    names = list(dict.fromkeys(part["name"] for one in steps.values() for part in one["parts"]))
+    lines = [f"| part | {' | '.join(f'{kind} ms | share' for kind in steps)} |", "|---|" + "--:|" * 2 * len(steps)]
+    for name in names:
+        cells = []
+        for one in steps.values():
+            part = next((part for part in one["parts"] if part["name"] == name), None)
+            cells += ["", ""] if part is None else [ms(part["seconds"]), f"{part['share']:.1%}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    whole = [cell for one in steps.values() for cell in (ms(one["step"]["median"]), "")]
+    floors = [one["floor"]["linears"] + one["floor"]["attention"] for one in steps.values()]
+    floor = [cell for low, one in zip(floors, steps.values(), strict=True) for cell in (ms(low), f"{one['share']:.0%}")]
+    lines += [f"| **the step, not watched** | {' | '.join(whole)} |", f"| **its floor** | {' | '.join(floor)} |"]
+    return [*lines, ""]
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"
 
 
 def peers(found: dict[str, Any] | None) -> list[str]:
