@@ -13,8 +13,9 @@ from torch import nn
 from minillm import native
 from minillm.attention import SelfAttend
 from minillm.config import Config
-from minillm.fusing import FUSED, FusedNorm, FusedRotary, FusedSiluTimes, fuse, make_fast
+from minillm.fusing import FUSED, FusedNorm, FusedRotary, FusedSiluTimes, RowLinear, fuse, make_fast
 from minillm.model import Llama, RMSNorm, Rotary, SiluTimes, rope_frequencies, rope_table
+from minillm.packing import PackedLinear, can_pack
 
 try:
     LIBRARIES = {
@@ -76,6 +77,49 @@ def test_silu_times(dtype: torch.dtype, lead: tuple[int, ...], d: int, scale: fl
         torch.testing.assert_close(fused, plain, rtol=0.01, atol=1e-26)
     else:
         near(fused, plain)
+
+
+PACKED = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
+needs_packing = pytest.mark.skipif(not PACKED, reason="this torch or CPU has no packed Linear")
+
+
+@needs_packing
+@given(
+    dtype=st.sampled_from(PACKED),
+    sizes=st.sampled_from([(32, 1), (64, 33), (576, 960), (1536, 576)]),
+    lead=st.sampled_from([(), (1,), (1, 1), (2,), (3, 5)]),
+    bias=st.booleans(),
+)
+def test_row_linear(dtype: torch.dtype, sizes: tuple[int, int], lead: tuple[int, ...], bias: bool) -> None:
+    d, n = sizes
+    linear = nn.Linear(d, n, bias=bias).to(dtype).requires_grad_(False)
+    x = random(*lead, d).to(dtype)
+    packed = PackedLinear(linear)
+    ours = RowLinear(packed, linear.weight, LIBRARIES[dtype])
+    assert [name for name, _ in ours.named_parameters()] == ["weight", "bias"][: 1 + bias]
+    if x.numel() != d:
+        assert torch.equal(ours(x), packed(x))
+    else:
+        expected = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(ours(x).double(), expected, rtol=tolerance, atol=tolerance)
+        assert ours(x).dtype == dtype and ours(x).shape == (*lead, n)
+
+
+@needs_packing
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_are_kept_once_and_only_where_there_is_room(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(WIDE, tied=tied, qkv_bias=True)
+    plain, fast = (Llama.random(config, seed=3, dtype=PACKED[0]) for _ in range(2))
+    make_fast(fast)
+    assert modules(fast, RowLinear) == modules(plain, nn.Linear) and not modules(fast, PackedLinear)
+    assert (fast.head.rows.data_ptr() == fast.embed.weight.data_ptr()) == tied
+    for T in (1, 2):
+        x = (torch.arange(T), torch.arange(T), SelfAttend(torch.arange(T)))
+        expected, got = plain.logits(plain(*x)).float(), fast.logits(fast(*x)).float()
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 if PACKED[0] == torch.float32 else 0.1)
+    monkeypatch.setattr("minillm.host.memory_bytes", lambda: 1000)
+    assert not modules(make_fast(Llama.random(config, dtype=PACKED[0])), RowLinear)
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCE])

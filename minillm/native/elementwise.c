@@ -1,4 +1,5 @@
-/* What a layer does number by number between its matmuls, each in one pass: norm, rotation, silu(gate) * up.
+/* What a layer does number by number between its matmuls, each in one pass: norm, rotation, silu(gate) * up; and the
+   matmul of a single row.
 
    They round to memory's type where `model` does, so the same numbers come out. All sizes are multiples of STEP. */
 
@@ -45,6 +46,25 @@ void rotate(stored *q, stored *k, const stored *cos, const stored *sin, int64_t 
     for (int64_t t = 0; t < T; t++) {
         for (int64_t h = 0; h < H; h++) rotate_head(q + t * q_stride + h * D, cos + t * D, sin + t * D, D);
         for (int64_t h = 0; h < Hkv; h++) rotate_head(k + t * k_stride + h * D, cos + t * D, sin + t * D, D);
+    }
+}
+
+#define AHEAD 4096 /* bytes: so far before it is read, a weight is asked for */
+
+/* out = weight x, for one row x. weight [n, d], x [d], out [n]. The weights are read once, in the order in which they
+   lie; no arithmetic on so few numbers takes as long as that. */
+void row(const stored *x, const stored *weight, stored *out, int64_t n, int64_t d, int threads) {
+    vec wide[d / LANES];
+    for (int64_t i = 0; i < d; i += STEP) load(x + i, wide + i / LANES);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t o = 0; o < n; o++) {
+        vec sums[2] = {all(0), all(0)}, w[2];
+        for (int64_t i = 0; i < d; i += STEP) {
+            load(weight + o * d + i, w);
+            __builtin_prefetch((const char *)(weight + o * d + i) + AHEAD);
+            sums[0] += w[0] * wide[i / LANES], sums[1] += w[1] * wide[i / LANES + 1];
+        }
+        out[o] = narrowed(sum(sums[0] + sums[1]));
     }
 }
 

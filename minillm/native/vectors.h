@@ -31,6 +31,8 @@ static inline vec rounded(vec x) {
     return (vec)((bits + 0x7FFF + ((bits >> 16) & 1)) & UPPER);
 }
 
+static inline stored narrowed(REAL x) { return (stored)(((ivec)rounded((vec){0} + x))[0] >> 16); }
+
 static inline void store(stored *to, vec a, vec b) {
     ivec both = (((ivec)rounded(a) >> 16) & 0xFFFF) | (ivec)rounded(b);
     memcpy(to, &both, sizeof both);
@@ -39,6 +41,7 @@ static inline void store(stored *to, vec a, vec b) {
 typedef REAL stored;
 static inline void load(const stored *from, vec x[2]) { memcpy(x, from, 2 * sizeof(vec)); }
 static inline vec rounded(vec x) { return x; }
+static inline stored narrowed(REAL x) { return x; }
 static inline void store(stored *to, vec a, vec b) {
     memcpy(to, &a, sizeof a);
     memcpy(to + LANES, &b, sizeof b);
