@@ -87,7 +87,7 @@ for letter, (request, text) in zip("ABCD", texts.items(), strict=True):
 
 # %%
 LESSON = {"naive": 3, "cached": 4, "chunked": 5, "padded": 6, "dynamic": 6, "ragged": 7}
-LESSON |= {"continuous": 8, "paged": 9, "shared": 10}
+LESSON |= {"continuous": 8, "paged": 9, "shared": 10, "kernels": 11}
 try:
     stored = results.load(readme.results_file(readme.README.read_text("utf-8")))["ladder"]
 except (InputError, OSError, KeyError, AssertionError):

@@ -210,7 +210,7 @@ def test_calls_by_hand(steady: Steady):
     found = counted(steady)
     once = ("schedule", "pack", "attention: prepare", "embed", "layers", "logits", "sampling", "update", "left over")
     assert {part: found.pop(part) for part in once} == dict.fromkeys(once, 1)
-    assert found.pop("rotary") == 2 + 2 * 2 and found.pop("norms") == 2 * 2 + 1
+    assert found.pop("rotary") == 2 + 2 and found.pop("norms") == 2 * 2 + 1
     assert found.pop("residuals") == 2 * 2  # of a block and its MLP
     twice = ("qkv", "heads", "o", "gate_up", "silu * up", "down", "attention: store", "attention: gather")
     assert {part: found.pop(part) for part in twice} == dict.fromkeys(twice, 2)
