@@ -259,7 +259,7 @@ def notes(stages: Sequence[str], plan: dict[str, list[str]], workload: Workload)
         )
     lines.append("x before: on a set that both ran. x first: the product of these.")
     lines.append(
-        "All prompts differ, and no stage keeps anything from an earlier run; shared alone computes a common beginning "
-        "of prompts (the chat template's) once, so it may push fewer tokens than are needed."
+        "All prompts differ, and no stage keeps anything from an earlier run; shared and kernels compute a common "
+        "beginning of prompts (the chat template's) once, so they may push fewer tokens than are needed."
     )
     return lines
