@@ -8,6 +8,7 @@ out (they round where `model` rounds), and where there is no compiler nothing ch
 import math
 from collections.abc import Callable
 from ctypes import CDLL
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from minillm import host
 from minillm.model import Llama, RMSNorm, Rotary, SiluTimes
 from minillm.native import STEP, NotCompiled, function, library
-from minillm.packing import PackedLinear, pack_weights
+from minillm.packing import PackedLinear, pack_weights, replace
 
 
 class FusedNorm(nn.Module):
@@ -80,8 +81,8 @@ FUSED: dict[type[nn.Module], Callable[..., nn.Module]] = {
 class RowLinear(PackedLinear):
     """A packed Linear that also keeps its weight in rows, for steps of a single token.
 
-    Then reading the weights is all the work, and preparing a call of oneDNN takes a third of the time that it takes to
-    read them. The price is a second copy of the weights in memory (but for a tied head, whose rows are the embedding).
+    Then reading the weights is all the work, and what it takes to prepare each call of oneDNN counts. The price is a
+    second copy of the weights in memory (but for a tied head, whose rows are the embedding).
     """
 
     def __init__(self, packed: PackedLinear, rows: Tensor, lib: CDLL):
@@ -105,12 +106,12 @@ def add_rows(model: Llama, lib: CDLL) -> None:
     packed = [module for module in model.modules() if type(module) is PackedLinear]
     if 8 * sum(linear.weight.nbytes for linear in packed) > host.memory_bytes():
         return
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) is PackedLinear:
-                tied = parent is model and name == "head" and model.config.tied
-                rows = model.embed.weight if tied else child.weight.to_dense()
-                setattr(parent, name, RowLinear(child, rows, lib))
+
+    def with_rows(linear: PackedLinear) -> RowLinear:
+        tied = model.config.tied and linear.weight is model.head.weight
+        return RowLinear(linear, model.embed.weight if tied else linear.weight.to_dense(), lib)
+
+    replace(model, {PackedLinear: with_rows})
 
 
 def fuse(model: Llama) -> Llama:
@@ -122,10 +123,7 @@ def fuse(model: Llama) -> Llama:
         lib = library("elementwise", model.dtype)
     except NotCompiled:
         return model
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) in FUSED:
-                setattr(parent, name, FUSED[type(child)](child, lib))
+    replace(model, {plain: partial(fused, lib=lib) for plain, fused in FUSED.items()})
     add_rows(model, lib)
     return model
 

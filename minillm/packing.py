@@ -6,6 +6,7 @@ work, that can double the time. The same numbers come out. oneDNN's packing is b
 looked for, and without them (or on a GPU, or in a dtype that this CPU does not multiply) nothing changes but the speed.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -43,11 +44,16 @@ def pack_weights(model: Llama) -> Llama:
     """
     if model.device.type != "cpu" or not can_pack(model.dtype):
         return model
+    replace(model, {nn.Linear: PackedLinear})
+    return model
+
+
+def replace(model: Llama, makers: Mapping[type[nn.Module], Callable[[Any], nn.Module]]) -> None:
+    """Puts in place of every module of exactly these types what its maker makes of it."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child))
-    return model
+            if type(child) in makers:
+                setattr(parent, name, makers[type(child)](child))
 
 
 def can_pack(dtype: torch.dtype) -> bool:

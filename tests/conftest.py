@@ -10,7 +10,6 @@ import torch
 from minillm.config import Config
 from minillm.errors import InputError
 from minillm.fetch import find
-from minillm.kernels import BACKENDS, why_not
 from minillm.model import Llama
 
 # the tests' tensors are small: more threads would only wait for each other
@@ -34,8 +33,6 @@ TINY = Config(
     tied=True,
     eos=(1,),
 )
-
-TINY_BACKENDS = [name for name in BACKENDS if why_not(name, Llama.random(TINY, dtype=torch.float64)) is None]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import random
 from test_batch import Step, request, steps
-from test_kernels import check_company_and_chunks
+from test_kernels import check_company_and_chunks, one_step
 from test_model import solo
-from torch import Tensor
 
 from minillm import attention, native
 from minillm.batch import pack
@@ -33,37 +32,6 @@ except native.NotCompiled as error:
     pytest.skip(f"no C code here: {error}", allow_module_level=True)
 
 
-def one_step(step: Step, model: Llama, fill: float = NAN) -> tuple[Tensor, Tensor]:
-    """Attention of one packed step in layer 1, and what each sequence gets alone in float64: [T, H, D] twice.
-
-    q, k and v are views of one tensor, as the model hands them over.
-    """
-    c, dtype = model.config, model.dtype
-    heads = (c.n_heads, c.n_kv_heads, c.n_kv_heads)
-    lengths = [r.computed + n for r, n in step.plan]
-    whole = [random(s, sum(heads), c.head_dim, seed=i).to(dtype).split(heads, 1) for i, s in enumerate(lengths)]
-    pool = step.pool(model, fill)
-    expected, new = [], []
-    for (r, _), (q, k, v), S in zip(step.plan, whole, lengths, strict=True):
-        pool.store(1, torch.tensor(r.slots[: r.computed], dtype=torch.int64), k[: r.computed], v[: r.computed])
-        mask = attention.visible(torch.arange(r.computed, S), torch.arange(S))
-        expected.append(attention.sdpa(q[r.computed :].double(), k.double(), v.double(), mask))
-        new.append(torch.cat((q, k, v), 1)[r.computed :])
-    packed = pack(step.plan, pool)
-    qkv = torch.cat(new)
-    kept, table = qkv.clone(), pool.table.clone()
-    out = CPagedAttend(pool, packed)(1, *qkv.split(heads, 1))
-    assert torch.equal(qkv, kept) and torch.equal(pool.table, table)
-    mine = torch.tensor([slot for r, n in step.plan for slot in r.slots[: r.computed + n]])
-    free = torch.ones(step.n_slots + 1).bool().index_fill(0, mine, False)
-    for memory, stored in ((pool.k, 1), (pool.v, 2)):
-        untouched = torch.cat([memory[0].flatten(), memory[1][:, free].flatten()])
-        assert (untouched.isnan() if fill != fill else untouched == fill).all()
-        everything = torch.cat([parts[stored] for parts in whole])
-        assert torch.equal(memory[1][:, mine], everything.transpose(0, 1))
-    return out, torch.cat(expected)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=25)
 @given(
@@ -75,7 +43,7 @@ def test_each_sequence_gets_what_it_gets_alone(
     shape: tuple[int, int, int], step: Step, fill: float, dtype: torch.dtype
 ) -> None:
     """Contexts of one key and of more than a piece of 64, chunks and single tokens, in slots that lie anywhere."""
-    out, expected = one_step(step, Llama.random(SHAPES[shape], dtype=dtype), fill)
+    out, expected = one_step(step, Llama.random(SHAPES[shape], dtype=dtype), "c_paged", fill)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -84,7 +52,7 @@ def test_each_sequence_gets_what_it_gets_alone(
 def test_every_length_of_the_last_piece(length: int) -> None:
     model = Llama.random(SHAPES[4, 2, 32], dtype=torch.float64)
     plan = [(request([1] * length, length - 1, 0, range(length)), 1)]
-    out, expected = one_step(Step(plan, length, 1, length), model)
+    out, expected = one_step(Step(plan, length, 1, length), model, "c_paged", NAN)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
 
 
@@ -128,7 +96,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
         outs = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            outs.append(one_step(Step(plan, 175, 3, 100), model)[0])
+            outs.append(one_step(Step(plan, 175, 3, 100), model, "c_paged", NAN)[0])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])

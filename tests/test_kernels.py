@@ -199,6 +199,7 @@ def one_step(step: Step, model: Llama, name: str, fill: float) -> tuple[Tensor, 
         torch.cat(queries),
         *(torch.cat([t[start:] for t, start in zip(ts, starts, strict=True)]) for ts in (keys, values)),
     )
+    q, k, v = torch.cat((q, k, v), 1).split((H, Hkv, Hkv), 1)  # views of one tensor, as the model hands them over
     before = [t.clone() for t in (q, k, v, packed.positions, packed.slots, pool.table)]
     out = backend(name)(pool, packed)(1, q, k, v)
     # nothing that was handed in is changed, and nothing but the new slots was written
@@ -206,7 +207,8 @@ def one_step(step: Step, model: Llama, name: str, fill: float) -> tuple[Tensor, 
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     mine = torch.tensor([slot for r, n in step.plan for slot in r.slots[: r.computed + n]])
     free = torch.ones(step.n_slots + 1).bool().index_fill(0, mine, False)
-    for memory in (pool.k, pool.v):
+    for memory, whole in ((pool.k, keys), (pool.v, values)):
+        assert torch.equal(memory[1][:, mine], torch.cat(whole).transpose(0, 1))
         untouched = torch.cat([memory[0].flatten(), memory[1][:, free].flatten()])
         assert (untouched.isnan() if fill != fill else untouched == torch.tensor(fill, dtype=model.dtype)).all()
     assert out.dtype == model.dtype

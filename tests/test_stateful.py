@@ -16,11 +16,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import TINY, TINY_BACKENDS
+from conftest import TINY
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from script import NAN, CheckedEngine, Codec, check_invariants, run_out
+from test_engine import TINY_BACKENDS
 from test_stages import params
 
 from minillm.errors import InputError

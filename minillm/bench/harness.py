@@ -22,6 +22,7 @@ from minillm import attention
 from minillm.batch import Chunk
 from minillm.bench.metrics import Summary, summarize
 from minillm.cache import KVCache, KVPool
+from minillm.config import Config
 from minillm.device import synchronize
 from minillm.model import Llama
 from minillm.params import SamplingParams
@@ -67,11 +68,11 @@ class Counts:
         return max((step.stored_tokens for step in self.steps), default=0)
 
 
-def visible(chunks: Sequence[Chunk], model: Llama) -> tuple[int, int]:
+def visible(chunks: Sequence[Chunk], config: Config, itemsize: int) -> tuple[int, int]:
     """The scores that the tokens of a step may see, and the bytes of K and V, each read once: over all layers."""
-    heads = model.config.n_layers * model.config.n_heads
     scores = sum(chunk.n * chunk.start + chunk.n * (chunk.n + 1) // 2 for chunk in chunks)
-    return heads * scores, model.config.kv_bytes_per_token(model.dtype.itemsize) * sum(c.kv_len for c in chunks)
+    kv_bytes = config.kv_bytes_per_token(itemsize) * sum(chunk.kv_len for chunk in chunks)
+    return config.n_layers * config.n_heads * scores, kv_bytes
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def counting(model: Llama, requests: Sequence[Request]) -> Iterator[Counts]:
             step = counts.steps[-1]
             step.ended = step.ended or at
             if not step.scores:  # a backend that does without `sdpa`: what it cannot do without
-                step.scores, step.kv_bytes = visible(chunks, model)
+                step.scores, step.kv_bytes = visible(chunks, model.config, model.dtype.itemsize)
             take_down()
 
     schedule = Scheduler.schedule

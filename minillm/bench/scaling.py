@@ -120,7 +120,7 @@ class Point:
     tokens: int
     kv_bytes: int  # of live K and V that the steps must read
     scores: int  # that a query may see
-    computed_scores: int | None  # by `attention.sdpa`; None: the backend does without it
+    computed_scores: int | None  # as `harness.counting` has it; None: not counted
 
     @property
     def counted_scores(self) -> int:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minillm.bench import load_model, results
-from minillm.bench.scaling import BLOCK, LONGEST, Curve, Law, Plan, Result, as_json, measure
+from minillm.bench.scaling import BLOCK, LONGEST, Curve, Law, Plan, Point, Result, as_json, measure
 from minillm.bench.tables import device_name, new_table, si
 from minillm.config import Config
 
@@ -160,14 +160,7 @@ def context_table(result: Result) -> Table | None:
         ("context", "ms", "rounds", "law", "floor", "K and V MB"),
     )
     for p in result.contexts.points:
-        table.add_row(
-            f"{p.n:,}",
-            Text(ms(p.seconds.median), style="bold"),
-            f"{ms(p.seconds.least)}-{ms(p.seconds.most)}",
-            ms(p.by_law),
-            ms(p.floor),
-            f"{p.kv_bytes / 1e6:,.0f}",
-        )
+        table.add_row(*timed(p), f"{p.kv_bytes / 1e6:,.0f}")
     return table
 
 
@@ -180,15 +173,14 @@ def batch_table(result: Result) -> Table | None:
         ("running", "ms", "rounds", "law", "floor", "tokens/s"),
     )
     for p in result.batches.points:
-        table.add_row(
-            f"{p.n:,}",
-            Text(ms(p.seconds.median), style="bold"),
-            f"{ms(p.seconds.least)}-{ms(p.seconds.most)}",
-            ms(p.by_law),
-            ms(p.floor),
-            f"{p.tokens / p.seconds.median:,.0f}",
-        )
+        table.add_row(*timed(p), f"{p.tokens / p.seconds.median:,.0f}")
     return table
+
+
+def timed(p: Point) -> list[str | Text]:
+    """Size, median, range of the rounds, law and floor: the cells that steps over contexts and batches share."""
+    times = f"{ms(p.seconds.least)}-{ms(p.seconds.most)}"
+    return [f"{p.n:,}", Text(ms(p.seconds.median), style="bold"), times, ms(p.by_law), ms(p.floor)]
 
 
 def prompt_table(result: Result) -> Table | None:

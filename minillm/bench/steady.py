@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from minillm.batch import Chunk
-from minillm.bench.harness import Step, counting, now
+from minillm.bench.harness import Step, counting, now, visible
 from minillm.config import Config
 from minillm.engine import Engine
 from minillm.model import Llama
@@ -52,17 +52,12 @@ class Place:
 def needed(place: Place, budget: int, config: Config, itemsize: int) -> list[Step]:
     """What the steps of a place have to do at least, counted: the scores that a query may see, and each live K and V
     read once."""
-    heads = config.n_layers * config.n_heads
     steps = place.chunks(budget)
-    return [
-        Step(
-            tokens=sum(chunk.n for chunk in chunks),
-            rows=place.running if chunks is steps[-1] else 0,
-            scores=heads * sum(chunk.n * chunk.start + chunk.n * (chunk.n + 1) // 2 for chunk in chunks),
-            kv_bytes=config.kv_bytes_per_token(itemsize) * sum(chunk.kv_len for chunk in chunks),
-        )
-        for chunks in steps
-    ]
+    found = []
+    for chunks in steps:
+        rows = place.running if chunks is steps[-1] else 0
+        found.append(Step(sum(chunk.n for chunk in chunks), rows, *visible(chunks, config, itemsize)))
+    return found
 
 
 class Steady:
@@ -132,7 +127,7 @@ class Steady:
         return seconds, events
 
     def count(self) -> list[Step]:
-        """One turn, counted: what its steps did in `attention.sdpa`. Zero scores: its backend does without."""
+        """One turn, counted: what its steps did in `attention.sdpa`, or what a backend without it cannot do without."""
         with counting(self.engine.model, []) as counts:
             self.turn()
         return counts.steps
