@@ -113,3 +113,17 @@ def test_putting_again_loses_nothing(tiny: Llama):
         if running == 1:
             alone.append([event.token for event in steady.turn()[1]])
     assert alone[0] == alone[1]
+
+
+@pytest.mark.parametrize("place", [Place.decode(3, 5), Place.prompt(7)], ids=["decode", "prompt"])
+def test_a_backend_without_sdpa_is_counted_by_what_its_tokens_may_see(tiny: Llama, place: Place):
+    """`segments` calls torch's own attention: nobody sees the scores that it computes."""
+    steady = Steady(tiny, place.running, place.length, "segments")
+    steady.put(place)
+    steady.fill()
+    expected = needed(place, steady.engine.scheduler.budget, tiny.config, tiny.dtype.itemsize)
+    counted = steady.count()
+    assert [(s.tokens, s.rows, s.scores, s.kv_bytes) for s in counted] == [
+        (s.tokens, s.rows, s.scores, s.kv_bytes) for s in expected
+    ]
+    assert all(step.scores > 0 for step in counted)
