@@ -362,7 +362,7 @@ def scaling(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> int:
-    """What a step costs as context, batch and prompt grow, each with its law: about three minutes on two cores.
+    """What a step costs as context, batch and prompt grow, each with its law: about a minute on two cores.
 
     The laws are fitted, and stand beside what this machine's bandwidth and
     arithmetic predict for the counted work. Nothing is computed first: K and V
