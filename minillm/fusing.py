@@ -1,4 +1,5 @@
-"""What lies between the matmuls of a layer, fused: norm, rotation and silu(gate) * up in one pass of C each.
+"""What lies between the matmuls of a layer, fused: norm, rotation and silu(gate) * up in one pass of C each; and, for
+steps of a few tokens, all that a layer does before its attention, and all that it does after, in one call each.
 
 torch runs RMSNorm as six operators, each of which reads and writes all numbers; at small batches what it costs to call
 them is most of the time. As in `packing`, modules of a loaded model are replaced from outside, the same numbers come
@@ -7,16 +8,22 @@ out (they round where `model` rounds), and where there is no compiler nothing ch
 
 import math
 from collections.abc import Callable
-from ctypes import CDLL
+from ctypes import CDLL, c_int64
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from minillm import host
-from minillm.model import Llama, RMSNorm, Rotary, SiluTimes
+from minillm.model import Block, Llama, RMSNorm, Rotary, SiluTimes
 from minillm.native import STEP, NotCompiled, function, library
 from minillm.packing import PackedLinear, pack_weights, replace
+
+
+def few(lib: CDLL) -> int:
+    """Up to so many tokens C multiplies about as fast as memory gives it the weights: 16, or 1 where the CPU has no
+    instruction for it."""
+    return c_int64.in_dll(lib, "few").value
 
 
 class FusedNorm(nn.Module):
@@ -79,7 +86,7 @@ FUSED: dict[type[nn.Module], Callable[..., nn.Module]] = {
 
 
 class RowLinear(PackedLinear):
-    """A packed Linear that also keeps its weight in rows, for steps of a single token.
+    """A packed Linear that also keeps its weight in rows, for steps of a few tokens.
 
     Then reading the weights is all the work, and what it takes to prepare each call of oneDNN counts. The price is a
     second copy of the weights in memory (but for a tied head, whose rows are the embedding).
@@ -89,15 +96,17 @@ class RowLinear(PackedLinear):
         nn.Module.__init__(self)
         self.weight, self.bias, self.run = packed.weight, packed.bias, packed.run
         self.rows = rows.detach()  # [out, in], not a parameter: the same numbers again
-        self.run_row = function(lib, "row", pointers=3, integers=2)
+        self.few = few(lib)
+        self.run_rows = function(lib, "rows", pointers=3, integers=3)
 
     def forward(self, x: Tensor) -> Tensor:
         n, d = self.rows.shape
-        if x.numel() != d:
+        if x.numel() > self.few * d:
             return super().forward(x)
         x = x.contiguous()
-        y = x.new_empty(*x.shape[:-1], n)  # [..., out], of one row
-        self.run_row(x.data_ptr(), self.rows.data_ptr(), y.data_ptr(), n, d, torch.get_num_threads())
+        y = x.new_empty(*x.shape[:-1], n)  # [..., out]
+        pointers = x.data_ptr(), self.rows.data_ptr(), y.data_ptr()
+        self.run_rows(*pointers, x.numel() // d, n, d, torch.get_num_threads())
         return y if self.bias is None else y + self.bias
 
 
@@ -114,17 +123,71 @@ def add_rows(model: Llama, lib: CDLL) -> None:
     replace(model, {PackedLinear: with_rows})
 
 
+class HalfBlocks(Block):
+    """A Block that computes a few tokens in two calls of C, before and after its attention."""
+
+    def __init__(self, block: Block, lib: CDLL):
+        nn.Module.__init__(self)
+        self.attn_norm, self.attn, self.mlp_norm, self.mlp = block.attn_norm, block.attn, block.mlp_norm, block.mlp
+        attn, mlp = block.attn, block.mlp
+        self.heads, self.head_dim, self.d_ff = attn.heads, attn.head_dim, mlp.down.weight.shape[-1]
+        self.eps = block.attn_norm.eps, block.mlp_norm.eps
+        self.weights = [rows(linear).data_ptr() for linear in (attn.qkv, attn.o, mlp.gate_up, mlp.down)]
+        self.norms = block.attn_norm.weight.data_ptr(), block.mlp_norm.weight.data_ptr()
+        self.few = few(lib)
+        self.run_before = function(lib, "before", pointers=6, integers=5, doubles=1)
+        self.run_after = function(lib, "after", pointers=8, integers=4, doubles=1)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        if x.numel() > self.few * x.shape[-1]:
+            return super().forward(x, rope, attend)
+        x = x.contiguous()
+        q, k, v = self.before(x, *rope).split_with_sizes(self.heads, dim=-2)  # [..., T, H or Hkv, D]
+        return self.after(attend(q, k, v).contiguous(), x)
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm, qkv, rotation. x [..., T, d] -> [..., T, H + 2 Hkv, D]"""
+        d, heads, D = x.shape[-1], sum(self.heads), self.head_dim
+        out = x.new_empty(*x.shape[:-1], heads, D)  # [..., T, H + 2 Hkv, D]
+        pointers = x.data_ptr(), self.norms[0], self.weights[0], cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+        sizes = x.numel() // d, d, heads, heads - self.heads[-1], D
+        self.run_before(*pointers, *sizes, self.eps[0], torch.get_num_threads())
+        return out
+
+    def after(self, attended: Tensor, x: Tensor) -> Tensor:
+        """o and the residual, norm, the MLP and the residual. attended [..., T, H, D], x [..., T, d] -> [..., T, d]"""
+        d, f = x.shape[-1], self.d_ff
+        M, (_, o, gate_up, down) = x.numel() // d, self.weights
+        scratch, out = x.new_empty(M * (3 * f + d)), torch.empty_like(x)
+        pointers = attended.data_ptr(), x.data_ptr(), o, self.norms[1], gate_up, down
+        sizes = M, attended.numel() // M, d, f
+        self.run_after(*pointers, scratch.data_ptr(), out.data_ptr(), *sizes, self.eps[1], torch.get_num_threads())
+        return out
+
+
+def rows(linear: nn.Module) -> Tensor:
+    """The weight [out, in] of a Linear, as it lies in memory row by row."""
+    found = linear.rows if isinstance(linear, RowLinear) else linear.get_parameter("weight").detach()
+    assert found.is_contiguous() and found.layout == torch.strided
+    return found
+
+
 def fuse(model: Llama) -> Llama:
     """Replaces these modules in place where this machine can; returns the model."""
     c = model.config
     if model.device.type != "cpu" or c.d_model % STEP or c.d_ff % STEP or c.head_dim % (2 * STEP):
         return model
     try:
-        lib = library("elementwise", model.dtype)
+        lib = library("layer", model.dtype)
     except NotCompiled:
         return model
     replace(model, {plain: partial(fused, lib=lib) for plain, fused in FUSED.items()})
     add_rows(model, lib)
+    in_rows = not any(type(module) is PackedLinear for module in model.modules())
+    if in_rows and not (c.qkv_bias or c.qk_norm):
+        replace(model, {Block: partial(HalfBlocks, lib=lib)})
     return model
 
 

@@ -13,14 +13,12 @@ from torch import nn
 from minillm import native
 from minillm.attention import SelfAttend
 from minillm.config import Config
-from minillm.fusing import FUSED, FusedNorm, FusedRotary, FusedSiluTimes, RowLinear, fuse, make_fast
+from minillm.fusing import FUSED, FusedNorm, FusedRotary, FusedSiluTimes, HalfBlocks, RowLinear, few, fuse, make_fast
 from minillm.model import Llama, RMSNorm, Rotary, SiluTimes, rope_frequencies, rope_table
 from minillm.packing import PackedLinear, can_pack
 
 try:
-    LIBRARIES = {
-        dtype: native.library("elementwise", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)
-    }
+    LIBRARIES = {dtype: native.library("layer", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
 except native.NotCompiled as error:
     pytest.skip(f"no C code here: {error}", allow_module_level=True)
 
@@ -79,6 +77,60 @@ def test_silu_times(dtype: torch.dtype, lead: tuple[int, ...], d: int, scale: fl
         near(fused, plain)
 
 
+ROWS = [1, 2, 3, 4, 5, 8, 9, 16, 19]
+
+
+def c_function(name: str, dtype: torch.dtype, **kinds: int):
+    return native.function(LIBRARIES[dtype], name, **kinds)
+
+
+@given(dtype=dtypes, M=st.sampled_from(ROWS), d=st.sampled_from([32, 96, 576]), n=st.sampled_from([1, 15, 16, 33, 160]))
+def test_rows_in_c(dtype: torch.dtype, M: int, d: int, n: int) -> None:
+    """Every shape of tile, and none writes beyond its numbers."""
+    x, weight = random(M, d).to(dtype), random(n, d, seed=1).to(dtype)
+    out = torch.full((M * n + 64,), 7.0, dtype=dtype)
+    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    c_function("rows", dtype, pointers=3, integers=3)(*pointers, M, n, d, 3)
+    expected = x.double() @ weight.double().T
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.01}[dtype]
+    torch.testing.assert_close(out[: M * n].view(M, n).double(), expected, rtol=tolerance, atol=tolerance * d**0.5)
+    assert (out[M * n :] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("M", ROWS)
+def test_the_halves_of_a_layer_are_the_layer(
+    dtype: torch.dtype, threads: int, M: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as many tokens as there are, also where a layer would take its other way."""
+    plain = Llama.random(WIDE, seed=3, dtype=dtype).blocks[0]
+    halves = HalfBlocks(plain, LIBRARIES[dtype])
+    monkeypatch.setattr(halves, "few", M)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, rope = random(M, WIDE.d_model).to(dtype), rope_table(torch.arange(M), rope_frequencies(WIDE), dtype)
+    seen: list[list[torch.Tensor]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append([part.clone() for part in (q, k, v)])
+        return (q * 2).transpose(0, 1).contiguous().transpose(0, 1)  # what a backend gives may lie in any order
+
+    expected, got = plain(x, rope, attend), halves(x, rope, attend)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for theirs, ours in zip([expected, *seen[0]], [got, *seen[1]], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_halves_are_made_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert modules(fuse(Llama.random(WIDE)), HalfBlocks) == WIDE.n_layers
+    for other in ({"qkv_bias": True}, {"qk_norm": True}):
+        assert not modules(fuse(Llama.random(replace(WIDE, **other))), HalfBlocks)
+    if PACKED:
+        assert modules(make_fast(Llama.random(WIDE, dtype=PACKED[0])), HalfBlocks) == WIDE.n_layers
+        monkeypatch.setattr("minillm.host.memory_bytes", lambda: 1000)
+        assert not modules(make_fast(Llama.random(WIDE, dtype=PACKED[0])), HalfBlocks)  # no room for rows
+
+
 PACKED = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
 needs_packing = pytest.mark.skipif(not PACKED, reason="this torch or CPU has no packed Linear")
 
@@ -87,7 +139,7 @@ needs_packing = pytest.mark.skipif(not PACKED, reason="this torch or CPU has no 
 @given(
     dtype=st.sampled_from(PACKED),
     sizes=st.sampled_from([(32, 1), (64, 33), (576, 960), (1536, 576)]),
-    lead=st.sampled_from([(), (1,), (1, 1), (2,), (3, 5)]),
+    lead=st.sampled_from([(), (1,), (1, 1), *((n,) for n in range(2, 18)), (3, 5), (3, 6)]),
     bias=st.booleans(),
 )
 def test_row_linear(dtype: torch.dtype, sizes: tuple[int, int], lead: tuple[int, ...], bias: bool) -> None:
@@ -97,7 +149,7 @@ def test_row_linear(dtype: torch.dtype, sizes: tuple[int, int], lead: tuple[int,
     packed = PackedLinear(linear)
     ours = RowLinear(packed, linear.weight, LIBRARIES[dtype])
     assert [name for name, _ in ours.named_parameters()] == ["weight", "bias"][: 1 + bias]
-    if x.numel() != d:
+    if x.numel() > few(LIBRARIES[dtype]) * d:
         assert torch.equal(ours(x), packed(x))
     else:
         expected = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)

@@ -35,6 +35,7 @@ from minillm.bench.tables import device_name, new_table
 from minillm.config import Config
 from minillm.engine import Engine
 from minillm.errors import InputError, check_range
+from minillm.fusing import HalfBlocks
 from minillm.kernels.choose import check_name, resolve
 from minillm.model import Llama
 
@@ -48,6 +49,8 @@ PARTS = {
     "attention: prepare": "the backend's __init__",
     "embed": "Llama.embed",
     "rotary": "rope_table, Attention.rotary",
+    "before attention": "HalfBlocks.before: norm, qkv, rotary",
+    "after attention": "HalfBlocks.after: o, norm, MLP, residuals",
     "norms": "Block.attn_norm, mlp_norm, ..",
     "qkv": "Attention.qkv",
     "heads": "Attention.forward, the rest",
@@ -66,7 +69,8 @@ PARTS = {
     "left over": "Engine.step, the rest",
 }
 REST = "left over"
-LINEARS = ("qkv", "o", "gate_up", "down", "logits")
+HALVES = ("before attention", "after attention")  # of a layer: Linears and what is one call of C with them
+LINEARS = (*HALVES, "qkv", "o", "gate_up", "down", "logits")
 # A module's name in its parent -> its part. One with another name is a part of that name.
 MODULES = {
     "": "layers",  # the model itself
@@ -191,6 +195,9 @@ def watched(engine: Engine, marks: Marks) -> Iterator[None]:
             if not isinstance(one, nn.Identity | nn.ModuleList):
                 name = path.rpartition(".")[2]
                 watch(one, "forward", "residuals" if name.isdigit() else MODULES.get(name, name))
+            if isinstance(one, HalfBlocks):
+                watch(one, "before", HALVES[0])
+                watch(one, "after", HALVES[1])
         yield
 
 
@@ -366,13 +373,18 @@ def finding(result: Result) -> str:
     for one in result.profiles:
         others = sorted((part for part in one.parts if part.name not in LINEARS), key=lambda part: -part.share)
         inside = sum(part.share for part in one.parts if part.name in LINEARS)
+        what = "Linears, and what is one call with them," if in_halves(one) else "Linears"
         costly = ", ".join(f"{part.name} {part.share:.0%}" for part in others[:3])
         lines.append(
             f"{named(one).capitalize()} takes {ms(one.step.median)} ms; its floor is {ms(one.floor.total)} ms, "
             f"{one.share:.0%} of it: {ms(one.floor.linears)} for the Linears alone and {ms(one.floor.attention)} for K "
-            f"and V. In the step the Linears have {inside:.0%}; the most of the rest: {costly}."
+            f"and V. In the step the {what} have {inside:.0%}; the most of the rest: {costly}."
         )
     return " ".join(lines)
+
+
+def in_halves(one: Profile) -> bool:
+    return any(part.name in HALVES for part in one.parts)
 
 
 def heading(result: Result) -> str:

@@ -21,18 +21,6 @@ static inline void fetch(const stored *row) {
     for (unsigned i = 0; i < D * sizeof(stored); i += 64) __builtin_prefetch((const char *)row + i);
 }
 
-/* The sums of 16 vectors as one vector: neighbours are added pairwise, four times. */
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-static inline vec sums(vec x[LANES]) {
-    for (int n = LANES / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; i++) {
-            vec a = x[2 * i], b = x[2 * i + 1];
-            x[i] = __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
-        }
-    return x[0];
-}
-
 /* q and out: G heads of D. k and v: one head's slots of D each. slots: where positions 0 .. length-1 lie. */
 static void attend_one(const stored *q, const stored *k, const stored *v, const int64_t *slots, int64_t length,
                        stored *out) {

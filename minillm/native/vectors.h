@@ -6,6 +6,10 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(BF16) && defined(__AVX512BF16__)
+#define DOT /* one instruction multiplies bfloat16 pairs and adds them up in float */
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define STEP (2 * LANES)
@@ -31,7 +35,10 @@ static inline vec rounded(vec x) {
     return (vec)((bits + 0x7FFF + ((bits >> 16) & 1)) & UPPER);
 }
 
-static inline stored narrowed(REAL x) { return (stored)(((ivec)rounded((vec){0} + x))[0] >> 16); }
+static inline void narrow(vec x, stored to[LANES]) {
+    const ivec bits = (ivec)rounded(x);
+    for (int i = 0; i < LANES; i++) to[i] = (stored)(bits[i] >> 16);
+}
 
 static inline void store(stored *to, vec a, vec b) {
     ivec both = (((ivec)rounded(a) >> 16) & 0xFFFF) | (ivec)rounded(b);
@@ -41,12 +48,23 @@ static inline void store(stored *to, vec a, vec b) {
 typedef REAL stored;
 static inline void load(const stored *from, vec x[2]) { memcpy(x, from, 2 * sizeof(vec)); }
 static inline vec rounded(vec x) { return x; }
-static inline stored narrowed(REAL x) { return x; }
+static inline void narrow(vec x, stored to[LANES]) { memcpy(to, &x, sizeof x); }
 static inline void store(stored *to, vec a, vec b) {
     memcpy(to, &a, sizeof a);
     memcpy(to + LANES, &b, sizeof b);
 }
 #endif
+
+/* sum + the products of STEP numbers, two to a lane. */
+static inline vec dot(vec sum, const stored *a, const stored *b) {
+#ifdef DOT
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
+#else
+    vec x[2], y[2];
+    load(a, x), load(b, y);
+    return sum + x[0] * y[0] + x[1] * y[1];
+#endif
+}
 
 static inline vec all(REAL x) { return (vec){0} + x; }
 static inline vec choose(ivec which, vec a, vec b) { return (vec)((which & (ivec)a) | (~which & (ivec)b)); }
@@ -55,6 +73,18 @@ static inline REAL sum(vec x) {
     REAL y = 0;
     for (int i = 0; i < LANES; i++) y += x[i];
     return y;
+}
+
+/* The sums of 16 vectors as one vector: neighbours are added pairwise, four times. */
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+static inline vec sums(vec x[LANES]) {
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) {
+            vec a = x[2 * i], b = x[2 * i + 1];
+            x[i] = __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
+        }
+    return x[0];
 }
 
 static inline REAL largest(vec x) {
