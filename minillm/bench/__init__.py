@@ -75,7 +75,7 @@ def run_command(
     measured. Returns the exit status: 1 if a text is not the naive model's, or a peer's row is void.
     """
     # torch and matplotlib only when they are asked for
-    from minillm.bench import claims, ladder, report, results, workload
+    from minillm.bench import claims, earlier, ladder, report, results, workload
     from minillm.bench.peers import compare
 
     chosen = workload.pick_preset(preset)
@@ -89,6 +89,8 @@ def run_command(
     if chosen.claims and not result.partial:
         result.claims.append(claims.loading(folder))
     report.show(result, console)
+    if json_path is not None and not result.partial:
+        earlier.show(earlier.compare(report.as_json(result), json_path), console)
     report.save(result, json_path, plot_path, console)
     if result.partial:
         raise KeyboardInterrupt
