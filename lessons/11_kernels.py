@@ -97,7 +97,7 @@ lab.start("11")
 # |---|---|---|
 # | `mask_mod` | a function of a query's index and a key's index | FlexAttention: makes a kernel of your function |
 # | `cu_seqlens` | two lists of N + 1 whole numbers | *varlen* kernels, such as FlashAttention: know the rule |
-# | bounds of a loop | nothing: what may not be seen is never reached | your own loop: an *online softmax* |
+# | bounds of a loop | nothing: the loop ends at the last key that may be seen; within a block, positions are compared | your own loop: an *online softmax* |
 # | a slot table | the table, and the length of each text | *paged* kernels in Triton or C: that loop, over slots |
 #
 # **A softmax in parts.** To weigh values by a softmax you seem to need all scores first, for you divide by their sum,
@@ -163,7 +163,7 @@ lab.predict("11.prefill_ratio", None)
 # FlexAttention never asks for a mask. It asks for a function of four indices, batch, head, query and key, and makes it
 # a part of the kernel that it compiles. Index q says where a query lies in the step, index k where a key lies among the
 # keys. Neither is a position: the function looks these up. As it is *traced*, not run, nothing in it may be decided in
-# Python: all four indices are tensors, and so is the result. Batch and head are always 0 here.
+# Python: q and k are tensors, and so is the result. Batch and head do not matter here; the checks pass 0 for both.
 
 
 # %% task="11.mask_mod"
@@ -581,8 +581,8 @@ lab.check("11", "paged_decode")
 # |---|---|
 # | arguments `n`, `head` | `tl.program_id(0)`, `tl.program_id(1)` |
 # | `k.load(head, slots, live=live)` | `tl.load(pointer + offsets, mask=..., other=0.0)`: you compute the addresses |
-# | `mine @ keys.T` | `tl.dot(query, key)` |
-# | `part` and `merge` | written out: the new part is never empty, so one of the two factors is left out |
+# | the queries of this program times the block of keys | `tl.dot(query, key)` |
+# | `part` and `merge` | written out: the new weights are made with the larger maximum at once, so only the old sums need a factor |
 # | returned | `tl.store(pointer + offsets, ..., mask=...)` |
 #
 # It does three things more. Its rows are G heads of up to 16 *tokens*, so that a chunk of a prompt needs no other
@@ -1046,8 +1046,8 @@ lab.reveal("11.followers", len({finding.prop.function for finding in report.find
 
 # %% [markdown]
 # Each of the three runs without an error and gives numbers of the right shape and size. And each is right in the case
-# that one tries first: `no_rescale` where the largest key comes first, in the first block; `top_left` for prompts
-# without a cache; `tiled_heads` where every query head has a key-value head of its own.
+# that one tries first: `no_rescale` where all keys lie in one block; `top_left` for prompts without a cache;
+# `tiled_heads` where every query head has a key-value head of its own, or all have one.
 #
 # ## Recap
 #

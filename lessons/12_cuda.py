@@ -126,8 +126,8 @@ lab.predict("12.floor", None)
 
 # %% [markdown]
 # This model has 30 layers. How many kernels does one decode step launch, if every operator of torch is one? (Views,
-# like `transpose`, launch nothing.) Go through `Block.forward` in [`minillm/model.py`](../minillm/model.py) in your
-# mind, or take a wild guess.
+# like `transpose`, launch nothing.) Go through `Block.forward` in [`minillm/model.py`](../minillm/model.py) and what it
+# calls in your mind, with about 15 for attention, or take a wild guess.
 
 # %%
 lab.predict("12.launches", None)
@@ -146,7 +146,7 @@ lab.predict("12.more_rows", None)
 lab.predict("12.padding", None)
 
 # %% [markdown]
-# To plan a step takes 3 ms, to run it 5 ms. How many ms take 100 steps, if step k + 1 is planned while step k runs?
+# To plan a step takes 3 ms, to run it 5 ms. How many ms do 100 steps take, if step k + 1 is planned while step k runs?
 
 # %%
 lab.predict("12.overlapped", None)
@@ -331,7 +331,7 @@ print(inspect.getsource(one_step))
 # - `pool.store(layer, slots, k, v)` writes k and v, [B, Hkv, D], into slots [B];
 # - `pool.index(slots)` and `pool.gather(layer, index)` give the K and V of slots [B, S], each [B, S, Hkv, D];
 # - `attention.visible(q_pos, k_pos)`, here with q_pos [B, 1] and k_pos [S], gives a mask [B, 1, S];
-# - `attention.sdpa(q, k, v, mask)` takes q [B, 1, H, D] and gives the same shape. Yours has no axis of length 1.
+# - `attention.sdpa(q, k, v, mask)` takes q [B, 1, H, D] and gives the same shape. Your q is [B, H, D], without that axis.
 
 
 # %% task="12.attend_static"
@@ -381,8 +381,8 @@ lab.check("12", "attend_static")
 # now is left from the last step with this graph, which may have had more rows, or longer texts.
 #
 # - a live row's token, its position, the slot that its K and V go to, and its slots in the table;
-# - behind the last slot of a text the table has S - s places more. They are read, and masked. A mask hides any number,
-#   but not NaN, which may lie in a slot that is free. So repeat a slot of the text's own there, say its first;
+# - the table is [B, S]: behind the last slot of a text it has S - len(row.slots) places more. They are read, and
+#   masked. A mask hides any number, but not NaN, which may lie in a slot that is free. So repeat a slot of the text's own there, say its first;
 # - a dummy row writes into slot number `scratch` and reads only that. Can you say this by a `Row`?
 
 
@@ -471,7 +471,7 @@ lab.check("12", "decode")
 # know what step k has sampled. By hand, host = [1, 1, 4], device = [3, 2, 3]:
 #
 # ```
-# host     0 | 1 |  . | 2 2 2 2 | . . .
+# host     0 | 1 . .  | 2 2 2 2 | . . .
 # device   . | 0 0 0  | 1 1 . . | 2 2 2        1 + 3 + 4 + 3 = 11, and 14 one after the other
 # ```
 
@@ -513,8 +513,9 @@ lab.check("12", "overlapped")
 #   `LAST`: "what you sampled for this text in the step before". At most two steps may be begun and not finished;
 # - `device.finish()` waits for the step that was begun first, and returns what it sampled, `{name: token}`.
 #
-# A text ends with the token `stop`, which belongs to it, or when it has `max_tokens`. The first you learn one step too
-# late: the next step has begun, with that text in it. Throw away what comes out of it. The second you can foresee.
+# A text ends with the token `stop`, which belongs to it, or when it has `max_tokens` new ones. `firsts` are given, not
+# sampled: they count neither among these nor in the result. The first end you learn one step too late: the next step has
+# begun, with that text in it. Throw away what comes out of it. The second you can foresee.
 # A step with nobody in it is not begun.
 
 
@@ -873,7 +874,7 @@ lab.show(
 # ## Measure: dummies and memory
 #
 # Which buckets? More of them mean fewer dummies, more captures, and more memory. The steps of a run of 300 requests,
-# with the article's mix of lengths and a new one every seven steps on average, by the package's scheduler without a
+# with lesson 08's mix of lengths and a new one every seven steps on average, by the package's scheduler without a
 # model: the same on every machine.
 
 
@@ -973,7 +974,7 @@ lab.show(
 # %% [markdown]
 # ## Measure: the same tokens
 #
-# Your loop, with graphs for 2 and 8 rows, on a small model in float64: 20 texts that come and go, at most 6 at once.
+# The engine's loop with your functions, and graphs for 2 and 8 rows, on a small model in float64: 20 texts that come and go, at most 6 at once.
 # Beside it the package's engine, which has no graphs. Every token must be the same.
 
 # %%
@@ -1198,8 +1199,8 @@ lab.answer("12.why", """ """)
 # ## Break it
 #
 # Five named bugs, each in the place of one of your functions. First the loop over the tiny model with each of them:
-# how many of its texts come out wrong? The most harmless to look at is `dummies_in_slot_0`. How many of the texts does
-# it spoil?
+# how many of its texts come out wrong? The most harmless to look at is `dummies_in_slot_0`. How many of the 20
+# does it spoil?
 
 # %%
 lab.predict("12.wrong_texts", None)
@@ -1260,7 +1261,7 @@ for bug, place in BUGS.items():
 # %% [markdown]
 # One is loud, and one spoils nearly all. The other three are the dangerous ones: no error, and most texts are right. A
 # test with short texts that begin and end together, and just fill a bucket, would pass them all. Now choose one and let
-# the check say what it finds. With `stale_rows`, say, `decode` is right and cannot work.
+# the check say what it finds. With `stale_rows`, say, `decode` is right, and yet its check cannot hold: `fill` is broken.
 
 # %%
 BUG = stale_rows  # or any other of the five

@@ -123,7 +123,8 @@ def run_checks(lesson: str, work: Work, only: Sequence[str] | None = None) -> Re
             return Finding(prop, f"{prop.function} was too slow above; not tried", waits)
         wrong = reason(prop, work)
         if wrong is None or "not written yet" in wrong:
-            return Finding(prop, wrong)
+            own = wrong is None or wrong.startswith(f"{prop.function} is not written yet")
+            return Finding(prop, wrong, waits=not own)
         of = {name: [find(other) for other in every if other.function == name] for name in prop.uses}
         faulty = [name for name in of if any(found.wrong is not None and not found.waits for found in of[name])]
         found = whose(prop, work, faulty) if faulty else Finding(prop, wrong)
@@ -143,6 +144,8 @@ def whose(prop: Property, work: Work, faulty: Sequence[str]) -> Finding:
     names, one = " and ".join(faulty), len(faulty) == 1
     with work.replaced({name: prop.uses[name] for name in faulty}):
         own = reason(prop, work)
+    if own is not None and own.startswith(f"{prop.function} is not written yet"):
+        return Finding(prop, own)
     if own is None:
         right = "a right one" if one else "right ones"
         return Finding(prop, f"mend {names} first: with {right} in the place of yours, this holds", waits=True)

@@ -241,7 +241,7 @@ class Device:
     def start(self, rows: dict[str, int]) -> None:
         """Begins a step, {name: token, or LAST}, and returns at once. Two may be begun and not finished."""
         if not rows:
-            raise ValueError("start: a step with nobody in it")
+            raise ValueError("start: a step with nobody in it; begin one only if somebody is left")
         if len(self.steps) == self.most_steps:
             raise RuntimeError(f"start: step {self.most_steps}, and every text has ended long ago")
         if len(self.running) == 2:
@@ -1223,6 +1223,8 @@ def ahead_texts(work: Work) -> None:
             if list(got) == [*expected, *list(got)[len(expected) :]] and len(got) > len(expected):
                 late = "the stop" if expected[-1] == STOP else f"{most} tokens"
                 raise Wrong(f"{what}: {name!r} goes on after {late}: expected {expected}, got {list(got)}")
+            if list(got)[: len(text)] == text[: len(got)] and got[:1] == text[:1] != expected[:1]:
+                raise Wrong(f"{what}: {name!r} begins with {text[0]}, which was given, not sampled: leave it out")
             if -2 in got:
                 raise Wrong(
                     f"{what}: {name!r} was given a token that is not its own; a wrong one came out: {list(got)}"
