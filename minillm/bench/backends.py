@@ -2,8 +2,8 @@
 
 One layer's attention, without the rest of a model: texts that decode, over how many there are and how far each looks
 back, and chunks of a prompt. Every answer is compared with the reference's before any time is shown. The floor is what
-no backend can do without: reading the live K and V once, at this machine's copy bandwidth, or, where it takes longer,
-the multiplications (the roofline model, Williams, Waterman & Patterson 2009).
+no backend can do without: reading the live K and V once, as fast as this machine reads or copies, or, where it takes
+longer, the multiplications (the roofline model, Williams, Waterman & Patterson 2009).
 """
 
 import time
@@ -188,7 +188,7 @@ def measure_point(model: Llama, chunks: Chunks, names: Sequence[str], plan: Plan
         entry.ratio = median(theirs.layer / ours.layer for theirs, ours in zip(reference, mine, strict=True))
     start, new = chunks[0]
     kv_bytes, flops = needed(model.config, model.dtype.itemsize, chunks)
-    floor = max(kv_bytes / ceilings.copy_bytes_per_s, flops / ceilings.flops_per_s)
+    floor = max(kv_bytes / ceilings.bytes_per_s, flops / ceilings.flops_per_s)
     return Point(
         len(chunks), new, start + new, len(probe.pool.k), kv_bytes, flops, floor, rounds=len(reference), entries=entries
     )
@@ -322,8 +322,8 @@ def times_table(result: Result) -> Table:
         result,
         "One layer of attention: microseconds",
         "texts: so many at once; new: tokens of each; positions: that each looks at. Medians of interleaved rounds, "
-        "layer after layer. floor: live K and V at copy bandwidth, or the arithmetic if that takes longer. -: not run, "
-        "too many scores.",
+        "layer after layer. floor: live K and V at the speed of reading or of copying, whichever is higher, or the "
+        "arithmetic if that takes longer. -: not run, too many scores.",
         lambda entry: us(entry.layer.median),
         floor=True,
     )
