@@ -26,11 +26,12 @@ ifeq ($(filter cpu cuda,$(TORCH)),)
 $(error TORCH is '$(TORCH)'; it must be cpu or cuda)
 endif
 
-.PHONY: help run test lint lab lessons student mutants stateful soak bench readme check-gpu weights doctor clean
+.PHONY: help run test serve lint lab lessons student mutants stateful soak cluster browser bench readme \
+    check-gpu weights doctor clean
 
 help: ## explain every target (this text)
 	@echo "make TARGET, where TARGET is one of"
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: TORCH=cpu|cuda (now $(TORCH))   PYTHON=python3.12   ARGS='more options'   PEERS='--peer ...'"
 
 run: $(VENV)/.base $(WEIGHTS) ## set everything up and run the ladder: every stage on real prompts, then the table
@@ -38,6 +39,9 @@ run: $(VENV)/.base $(WEIGHTS) ## set everything up and run the ladder: every sta
 
 test: $(VENV)/.dev $(WEIGHTS) ## run all tests, for example ARGS='-k sampling'
 	$(PY) -m pytest $(ARGS)
+
+serve: $(VENV)/.serve $(WEIGHTS) ## serve the model at http://127.0.0.1:8000: OpenAI's API, and a page with the running batch
+	$(MINILLM) serve $(ARGS)
 
 lint: $(VENV)/.dev ## check style, formatting, types and spelling
 	$(PY) -m ruff check .
@@ -67,6 +71,14 @@ stateful: $(VENV)/.dev ## random use of the engine against the naive stage: 20 e
 soak: $(VENV)/.dev ## 10,000 requests through the engine: nothing may be lost, kept or slowed down (1 minute)
 	@mkdir -p results
 	$(PY) tests/soak.py --json results/soak.json $(ARGS)
+
+cluster: $(VENV)/.dev ## test replicas through Ray Serve (installs the extra `cluster`, 80 MB)
+	$(PIP) install -q -c constraints.txt -e '.[cluster]'
+	$(PY) -m pytest tests/test_cluster.py tests/test_routing.py $(ARGS)
+
+browser: $(VENV)/.dev ## test the server's page in headless Chromium, which must be installed (extra `browser`)
+	$(PIP) install -q -c constraints.txt -e '.[browser]'
+	$(PY) -m pytest tests/test_live_browser.py $(ARGS)
 
 bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (an hour)
 	@mkdir -p results
@@ -136,6 +148,10 @@ $(VENV)/.dev: $(VENV)/.base
 
 $(VENV)/.lessons: $(VENV)/.base
 	$(PIP) install -c constraints.txt -e '.[lessons]'
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.base
+	$(PIP) install -c constraints.txt -e '.[serve]'
 	@touch $@
 
 # Order only: a newer environment is no reason to fetch again.

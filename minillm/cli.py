@@ -1,4 +1,5 @@
-"""The command line: `minillm generate`, `chat`, `check`, `weights`, `doctor`; those that measure are in `cli_measure`.
+"""The command line: `minillm generate`, `chat`, `check`, `weights`, `doctor`; the rest is in `cli_measure`, `cli_serve`
+and `cli_load`.
 
 Exit codes: 0 all well · 1 something failed, see its message · 2 wrong input, said in one line · 130 Ctrl-C.
 Anything else is a bug and keeps its traceback. torch is imported inside the commands: help appears at once.
@@ -19,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from minillm import cli_measure
+from minillm import cli_load, cli_measure, cli_serve
 from minillm.cli_options import (
     DEFAULT_MODEL,
     INPUT,
@@ -529,6 +530,13 @@ def chat(
 
 
 cli_measure.add_to(app)
+
+
+# ---- serving: see `cli_serve` and `cli_load`
+
+
+cli_serve.add_to(app)
+cli_load.add_to(app)
 
 
 # ---- learning

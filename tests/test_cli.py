@@ -46,7 +46,7 @@ from minillm.weights import sources_of, split_shape
 from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["generate", "chat", "ladder", "simulate", "trace", "profile", "bench", "weights", "doctor"]
+COMMANDS = ["generate", "chat", "ladder", "simulate", "trace", "profile", "bench", "serve", "load", "weights", "doctor"]
 EXPERIMENTS = ["queue", "prefill", "memory", "sharing", "scaling"]
 CHOOSING = [name for name, stage in STAGES.items() if "backend" in inspect.signature(stage).parameters]
 NAME = "smollm2-135m-instruct"  # what a command uses when no model is named

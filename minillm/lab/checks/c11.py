@@ -63,8 +63,8 @@ class Counted:
         return self.data.shape
 
     def load(self, *index: int | Tensor, live: Tensor | None = None) -> Tensor:
-        """The rows data[index], [n, ...], numbers as float32 at least, whole numbers as they are. Where `live` [n] is False nothing is read, and
-        zeros come back."""
+        """The rows data[index], [n, ...], numbers as float32 at least, whole numbers as they are. Where `live` [n] is
+        False nothing is read, and zeros come back."""
         at = torch.broadcast_tensors(*(torch.as_tensor(i) for i in index))  # [n] each
         live = torch.ones_like(at[0], dtype=torch.bool) if live is None else live
         where = tuple(i[live] for i in at)
@@ -985,8 +985,10 @@ def programs_in_the_engine(work: Work) -> None:
         expected = alone(prompt, 4)
         words = f"four texts in the engine, blocks of 2 slots, program blocks of 4: text {i} ({len(prompt)} tokens)"
         if request.finish_reason == "error":
-            raise Wrong(f"{words} got logits that are not numbers: either a slot was read that holds nothing of it, or "
-                "all its keys were hidden")
+            raise Wrong(
+                f"{words} got logits that are not numbers: either a slot was read that holds nothing of it, or "
+                "all its keys were hidden"
+            )
         if request.output != expected:
             raise Wrong(f"{words} must go on {expected}, and went on {request.output}")
 
