@@ -53,13 +53,20 @@ def test_a_slower_machine_is_no_slower_stage(tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(
     "where, said",
-    [("model", "its model is not"), ("preset", "its preset is not"), ("sets", "its sets is not"), ("about", "machine")],
+    [("model", "other model"), ("preset", "other preset"), ("sets", "other prompts"), ("about", "machine")],
 )
 def test_what_cannot_be_compared_is_not(path: Path, where: str, said: str):
     new = section({"naive": 5.0})
-    (new[where]["machine"] if where == "about" else new[where])["other"] = 1
+    inside = {"about": "machine", "sets": "main"}
+    (new[where][inside[where]] if where in inside else new[where])["other"] = 1
     found = earlier.compare(new, path)
     assert not found.changes and said in found.why_not and "Not compared" in shown(found)
+
+
+def test_texts_that_part_by_rounding_are_no_other_prompts(path: Path):
+    new = section({"naive": 5.0})
+    new["sets"]["main"]["output_tokens"] = 77
+    assert earlier.compare(new, path).changes
 
 
 def test_both_runs_need_the_peer_and_rows_that_count(path: Path):

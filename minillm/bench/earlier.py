@@ -49,18 +49,24 @@ def compare(new: Mapping[str, Any], path: Path) -> Comparison:
     stored = results.load(path).get("ladder") if path.exists() and path.stat().st_size else None
     if stored is None:
         return Comparison(why_not=f"{path} holds no ladder yet")
-    for what in ("model", "preset", "sets"):
-        if stored[what] != new[what]:
-            return Comparison(why_not=f"its {what} is not that of the ladder stored in {path}")
+    for what, parts in (("model", None), ("preset", None), ("prompts", prompts)):
+        before, now = (parts(section) if parts else section[what] for section in (stored, new))
+        if before != now:
+            return Comparison(why_not=f"other {what} than in the ladder stored in {path}")
     if stored["about"]["machine"] != new["about"]["machine"]:
         return Comparison(why_not=f"the ladder stored in {path} was measured on another machine")
-    before, now = relations(stored), relations(new)
-    if not before or not now:
-        when = "stored run" if now else "new run"
+    then, today = relations(stored), relations(new)
+    if not then or not today:
+        when = "stored run" if today else "new run"
         return Comparison(why_not=f"the {when} is without {MEASURE}; measure with --peer transformers")
     about = stored["about"]
-    changes = [Change(stage, before[stage], now[stage]) for stage in now if stage in before]
+    changes = [Change(stage, then[stage], today[stage]) for stage in today if stage in then]
     return Comparison(f"{about['date'][:10]}, commit {(about['commit'] or 'unknown')[:7]}", changes)
+
+
+def prompts(section: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked, without how many tokens came out: where two are as good, a model's texts part by rounding."""
+    return {name: {**one, "output_tokens": None} for name, one in section["sets"].items()}
 
 
 def relations(section: Mapping[str, Any]) -> dict[str, float]:
