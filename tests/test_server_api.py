@@ -561,7 +561,10 @@ def test_what_is_not_implemented_is_refused_by_name(served: Served, field: str, 
     refused(served.chat("a", **{field: value}), 400, param)
 
 
-@pytest.mark.parametrize(("field", "value"), [("echo", True), ("suffix", "b"), ("best_of", 2), ("grammar", "x")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("echo", True), ("echo", 0), ("suffix", "b"), ("best_of", 2), ("best_of", True), ("grammar", "x")],
+)
 def test_what_is_not_implemented_for_completions(served: Served, field: str, value: object) -> None:
     refused(served.complete("a", **{field: value}), 400, field)
 
@@ -803,6 +806,9 @@ def test_the_document_says_what_is_answered(served: Served) -> None:
         document = client.get("/openapi.json").json()
         TypeAdapter(ModelList).validate_json(client.get("/v1/models").content)
     assert "422" not in json.dumps(document)
+    assert document["paths"]["/v1/models/{model}"]["get"]["parameters"][0]["example"] == NAME
+    prompts = document["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+    assert [one.get("minLength", one.get("minItems")) for one in prompts] == [1] * 4  # an empty one is refused
     names = set(document["components"]["schemas"])
     assert all(ref.rpartition("/")[2] in names for ref in references(document))
     for path in ("/v1/completions", "/v1/chat/completions"):
@@ -813,6 +819,16 @@ def test_the_document_says_what_is_answered(served: Served) -> None:
         TypeAdapter(Completion).validate_json(answer.content, **strict)
         answer = served.chat("a", logprobs=bool(logprobs), top_logprobs=logprobs, max_tokens=5)
         TypeAdapter(ChatCompletion).validate_json(answer.content, **strict)
+
+
+def test_no_request_needs_a_thread_of_the_framework() -> None:
+    """FastAPI calls what is not async in threads, up to forty of them: nothing here may be so."""
+    with serve(make_engine(writes(ALPHABET)), live=True) as served, served.client() as client:
+        before = set(threading.enumerate())
+        for path in ("/v1/models", "/health", "/metrics", "/"):
+            assert client.get(path).status_code == 200
+        assert served.complete("a").status_code == served.chat("a").status_code == 200
+        assert {thread.name.rpartition("_")[0] for thread in set(threading.enumerate()) - before} <= {"tokenizer"}
 
 
 def references(value: object) -> Iterator[str]:

@@ -365,7 +365,11 @@ def test_the_command_serves_and_obeys_signals(folder: Path) -> None:
             assert next(line for line in lines if line).startswith("data: {")  # it goes on
             busy.send_signal(signal.SIGTERM)
             assert busy.wait(LIVENESS) == 128 + signal.SIGTERM
-        assert httpx.get(f"{url_from(idle)}/health").status_code == 200
+        url = url_from(idle)
+        assert httpx.get(f"{url}/health", headers={"Connection": "Upgrade", "Upgrade": "h2c"}).status_code == 200
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), LIVENESS) as sock:
+            sock.sendall(b"no HTTP\r\n\r\n")
+            assert read_all(sock).startswith(b"HTTP/1.1 400 ")
         idle.send_signal(signal.SIGINT)
         assert idle.wait(LIVENESS) == 0
         for process in (idle, busy):

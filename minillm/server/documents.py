@@ -146,6 +146,7 @@ def add_schemas(app: FastAPI, name: str) -> None:
         )
         for request in (ChatRequest, CompletionRequest):
             models["$defs"][request.__name__]["properties"]["model"]["enum"] = [name]
+        document["paths"]["/v1/models/{model}"]["get"]["parameters"][0]["example"] = name
         document.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
         for operation in (one for path in document["paths"].values() for one in path.values()):
             operation["responses"].pop("422", None)  # FastAPI's own; here that is a 400

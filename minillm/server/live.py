@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -226,8 +226,8 @@ def live_router(loop: EngineLoop, model: str, guards: Sequence[Depends] = ()) ->
     return router
 
 
-def _page(content: bytes, media_type: str) -> Callable[[], Response]:
-    def page() -> Response:
+def _page(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    async def page() -> Response:
         return Response(content, media_type=media_type, headers=HEADERS)
 
     return page

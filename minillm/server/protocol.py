@@ -19,12 +19,14 @@ MOST_IDS = 1 << 20  # in all prompts of one request; the body's limit is reached
 
 Token = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # whether it is in the vocabulary, the engine says
 StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
-Many = Field(max_length=MOST_SAMPLES, fail_fast=True)
 Biases = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,19}$")], float],
     Field(max_length=MOST_BIASED, json_schema_extra={"additionalProperties": False}),
 ]
-Ids = Annotated[list[Token], Field(max_length=MOST_IDS, fail_fast=True)]
+# for the document alone: the engine's own word for an empty prompt is clearer than pydantic's
+Ids = Annotated[list[Token], Field(max_length=MOST_IDS, fail_fast=True, json_schema_extra={"minItems": 1})]
+Words = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+Many = Field(max_length=MOST_SAMPLES, fail_fast=True, json_schema_extra={"minItems": 1})
 
 
 class Strict(BaseModel):
@@ -115,10 +117,10 @@ SHARED_WITH_PARAMS = [
 class CompletionRequest(Sampling):
     """`POST /v1/completions`. `logprobs` may be up to 20; OpenAI's most is 5."""
 
-    prompt: str | Ids | Annotated[list[str], Many] | Annotated[list[Ids], Many]
+    prompt: Words | Ids | Annotated[list[Words], Many] | Annotated[list[Ids], Many]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    best_of: int | None = Field(None, ge=1, le=1)
+    echo: Annotated[bool, Field(json_schema_extra={"const": False})] | None = None  # Literal[False] would take 0
     suffix: None = None
 
     default_max_tokens = 16  # OpenAI's
@@ -126,6 +128,11 @@ class CompletionRequest(Sampling):
     @property
     def n_logprobs(self) -> int | None:
         return self.logprobs
+
+    def params(self, max_len: int) -> SamplingParams:
+        if self.echo:
+            raise InputError("echo is true, which is not implemented; leave it out")
+        return super().params(max_len)
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself."""
