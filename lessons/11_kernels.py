@@ -97,7 +97,7 @@ lab.start("11")
 # |---|---|---|
 # | `mask_mod` | a function of a query's index and a key's index | FlexAttention: makes a kernel of your function |
 # | `cu_seqlens` | two lists of N + 1 whole numbers | *varlen* kernels, such as FlashAttention: know the rule |
-# | bounds of a loop | nothing: the loop ends at the last key that may be seen; within a block, positions are compared | your own loop: an *online softmax* |
+# | bounds of a loop | nothing: the loop ends at the last key that may be seen | your own loop: an *online softmax* |
 # | a slot table | the table, and the length of each text | *paged* kernels in Triton or C: that loop, over slots |
 #
 # **A softmax in parts.** To weigh values by a softmax you seem to need all scores first, for you divide by their sum,
@@ -582,7 +582,7 @@ lab.check("11", "paged_decode")
 # | arguments `n`, `head` | `tl.program_id(0)`, `tl.program_id(1)` |
 # | `k.load(head, slots, live=live)` | `tl.load(pointer + offsets, mask=..., other=0.0)`: you compute the addresses |
 # | the queries of this program times the block of keys | `tl.dot(query, key)` |
-# | `part` and `merge` | written out: the new weights are made with the larger maximum at once, so only the old sums need a factor |
+# | `part` and `merge` | written out: new weights use the larger maximum at once, so only old sums need a factor |
 # | returned | `tl.store(pointer + offsets, ..., mask=...)` |
 #
 # It does three things more. Its rows are G heads of up to 16 *tokens*, so that a chunk of a prompt needs no other

@@ -331,7 +331,7 @@ print(inspect.getsource(one_step))
 # - `pool.store(layer, slots, k, v)` writes k and v, [B, Hkv, D], into slots [B];
 # - `pool.index(slots)` and `pool.gather(layer, index)` give the K and V of slots [B, S], each [B, S, Hkv, D];
 # - `attention.visible(q_pos, k_pos)`, here with q_pos [B, 1] and k_pos [S], gives a mask [B, 1, S];
-# - `attention.sdpa(q, k, v, mask)` takes q [B, 1, H, D] and gives the same shape. Your q is [B, H, D], without that axis.
+# - `attention.sdpa(q, k, v, mask)` takes q [B, 1, H, D] and gives the same shape. Your q is [B, H, D].
 
 
 # %% task="12.attend_static"
@@ -382,7 +382,8 @@ lab.check("12", "attend_static")
 #
 # - a live row's token, its position, the slot that its K and V go to, and its slots in the table;
 # - the table is [B, S]: behind the last slot of a text it has S - len(row.slots) places more. They are read, and
-#   masked. A mask hides any number, but not NaN, which may lie in a slot that is free. So repeat a slot of the text's own there, say its first;
+#   masked. A mask hides any number, but not NaN, which may lie in a slot that is free. So repeat a slot of the text's
+#   own there, say its first;
 # - a dummy row writes into slot number `scratch` and reads only that. Can you say this by a `Row`?
 
 
@@ -514,8 +515,8 @@ lab.check("12", "overlapped")
 # - `device.finish()` waits for the step that was begun first, and returns what it sampled, `{name: token}`.
 #
 # A text ends with the token `stop`, which belongs to it, or when it has `max_tokens` new ones. `firsts` are given, not
-# sampled: they count neither among these nor in the result. The first end you learn one step too late: the next step has
-# begun, with that text in it. Throw away what comes out of it. The second you can foresee.
+# sampled: they count neither among these nor in the result. The first end you learn one step too late: the next step
+# has begun, with that text in it. Throw away what comes out of it. The second you can foresee.
 # A step with nobody in it is not begun.
 
 
@@ -974,7 +975,8 @@ lab.show(
 # %% [markdown]
 # ## Measure: the same tokens
 #
-# The engine's loop with your functions, and graphs for 2 and 8 rows, on a small model in float64: 20 texts that come and go, at most 6 at once.
+# The engine's loop with your functions, and graphs for 2 and 8 rows, on a small model in float64: 20 texts that come
+# and go, at most 6 at once.
 # Beside it the package's engine, which has no graphs. Every token must be the same.
 
 # %%
@@ -1261,7 +1263,7 @@ for bug, place in BUGS.items():
 # %% [markdown]
 # One is loud, and one spoils nearly all. The other three are the dangerous ones: no error, and most texts are right. A
 # test with short texts that begin and end together, and just fill a bucket, would pass them all. Now choose one and let
-# the check say what it finds. With `stale_rows`, say, `decode` is right, and yet its check cannot hold: `fill` is broken.
+# the check say what it finds. With `stale_rows`, say, `decode` is right, and its check cannot hold: `fill` is broken.
 
 # %%
 BUG = stale_rows  # or any other of the five

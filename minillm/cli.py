@@ -118,6 +118,7 @@ def root(
     $ minillm chat                              talk
     $ minillm ladder                            see every stage, then compare
     $ minillm simulate                          why continuous batching: the queue
+    $ minillm serve                             OpenAI's API, and a page to watch the batch
 
     `minillm COMMAND --help` shows a command's options and examples.
     """
@@ -544,7 +545,7 @@ cli_load.add_to(app)
 
 @app.command(rich_help_panel="Learn")
 def check(
-    lesson: Annotated[str, typer.Argument(help="Its number: 00 to 12.", show_default=False)],
+    lesson: Annotated[str, typer.Argument(help="Its number: 00 to 13.", show_default=False)],
     impl: Annotated[
         Path | None,
         typer.Option(help="A notebook or Python file.  [dim]\\[default: the lesson's notebook in the folder][/]"),

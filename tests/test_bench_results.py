@@ -1,5 +1,6 @@
 """The results file: sections that live side by side, and files that are not ours."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -75,3 +76,15 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path):
         results.check_room(tmp_path)
     with pytest.raises(InputError, match="there is no folder"):
         results.check_room(tmp_path / "nowhere" / "out.json")
+
+
+def test_no_module_of_the_package_has_the_name_of_one_of_its_functions():
+    """To import such a module puts it in the function's place."""
+    import minillm
+    from minillm import bench
+
+    for package in (minillm, bench):
+        folder = Path(package.__file__).parent
+        modules = {path.stem for path in folder.glob("*.py")}
+        functions = {name for name, value in vars(package).items() if inspect.isfunction(value)}
+        assert functions.isdisjoint(modules), functions & modules

@@ -8,13 +8,15 @@ rows      runs to medians, ratios, ceilings           memory     KV memory reser
 report    tables, plot                                fragmentation  the same memory in blocks
 claims    comparisons with a target                   sharing    blocks that several texts hold
 live      the text while it is made                   scheduling what planning costs, and who waits
-                                                      scaling    what a step costs as work grows
+earlier   a new ladder beside the stored one          scaling    what a step costs as work grows
                                                       backends   the same attention, computed in other ways
                                                       decoding   a decode step on a GPU, every way
                                                       profile    where a step's time goes
                                                       calibrate  how long a step takes, by what is in it
                                                       timeline   who did what in each step
                                                       trace      the timeline as a picture and as a trace
+                                                      load       what a server's users see (load_client, ..)
+                                                      serving    what our server costs, and its tail
 
 What they share
 harness   one run of one stage: stamps, counters      results    the JSON file, one section an experiment
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from minillm.tokenizer import Tokenizer
 
 
-def load(model: str, device: str, dtype: str, console: Console) -> tuple[Path, Llama, Tokenizer]:
+def load_checkpoint(model: str, device: str, dtype: str, console: Console) -> tuple[Path, Llama, Tokenizer]:
     """The model's folder, the model with packed weights, its tokenizer. Raises InputError for a name, a device or a
     dtype that is not known."""
     from minillm.fetch import find
@@ -83,7 +85,7 @@ def run_command(
     results.check_room(json_path)
     results.check_plot(plot_path)
     others = compare.parse(peers)
-    folder, llama, tokenizer = load(model, device, dtype, console)
+    folder, llama, tokenizer = load_checkpoint(model, device, dtype, console)
     work = workload.real_workload(tokenizer, chosen, llama.config)
     result = ladder.measure(llama, folder.name, work, chosen, names, console, stream, folder, others)
     if chosen.claims and not result.partial:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from minillm.bench import load, results
+from minillm.bench import load_checkpoint, results
 from minillm.bench.metrics import DEFINITIONS
 from minillm.bench.queueing import Plan, Result, Row, Scenario, measure
 from minillm.bench.report import claims_table
@@ -36,7 +36,7 @@ def run_command(
     model's."""
     results.check_room(json_path)
     results.check_plot(plot_path)
-    folder, llama, tokenizer = load(model, device, dtype, console)
+    folder, llama, tokenizer = load_checkpoint(model, device, dtype, console)
     result = measure(llama, folder.name, tokenizer, plan, console)
     show(result, console)
     if result.scenarios:

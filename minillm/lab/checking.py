@@ -19,7 +19,7 @@ from minillm.errors import InputError
 from minillm.lab.work import Work, Wrong, time_limit
 
 SECONDS = 30.0  # for one property: far more than it takes
-LESSONS = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
+LESSONS = tuple(f"{number:02}" for number in range(14))
 
 
 @dataclass(frozen=True)
