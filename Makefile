@@ -26,13 +26,13 @@ ifeq ($(filter cpu cuda,$(TORCH)),)
 $(error TORCH is '$(TORCH)'; it must be cpu or cuda)
 endif
 
-.PHONY: help run test serve lint lab lessons student mutants stateful soak cluster browser bench readme \
+.PHONY: help run test serve lint lab lessons student mutants stateful soak soak-server fuzz cluster browser bench readme \
     check-gpu weights doctor clean
 
 help: ## explain every target (this text)
 	@echo "make TARGET, where TARGET is one of"
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: TORCH=cpu|cuda (now $(TORCH))   PYTHON=python3.12   ARGS='more options'   PEERS='--peer ...'"
+	@echo "Variables: TORCH=cpu|cuda (now $(TORCH))   PYTHON=python3.12   ARGS='more options'   PEERS='--peer ...'   SERVING='--peer-server ...'"
 
 run: $(VENV)/.base $(WEIGHTS) ## set everything up and run the ladder: every stage on real prompts, then the table
 	$(MINILLM) ladder $(ARGS)
@@ -65,12 +65,21 @@ mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the che
 
 stateful: $(VENV)/.dev ## random use of the engine against the naive stage: 20 engines, 2,000 steps each (3 minutes)
 	@mkdir -p results
-	STATEFUL_STEPS=2000 $(PY) -m pytest -s tests/test_stateful.py $(ARGS) > results/stateful.txt; found=$$?; \
+	STATEFUL_STEPS=2000 $(PY) -m pytest -s --disable-warnings tests/test_stateful.py $(ARGS) > results/stateful.txt; found=$$?; \
 		tail -4 results/stateful.txt; exit $$found
 
 soak: $(VENV)/.dev ## 10,000 requests through the engine: nothing may be lost, kept or slowed down (1 minute)
 	@mkdir -p results
 	$(PY) tests/soak.py --json results/soak.json $(ARGS)
+
+soak-server: $(VENV)/.dev $(WEIGHTS) ## random clients that leave, stall and send nonsense to the server: nothing may leak (6 minutes)
+	@mkdir -p results
+	$(PY) tests/server_soak.py --json results/server-soak.json $(ARGS)
+
+fuzz: $(VENV)/.dev ## whatever the server's OpenAPI document allows and forbids, by schemathesis: no 5xx (1 minute)
+	$(PIP) install -q -c constraints.txt -e '.[fuzz]'
+	@mkdir -p results
+	$(PY) tests/fuzz_openapi.py $(ARGS) > results/server-fuzz.txt; found=$$?; tail -4 results/server-fuzz.txt; exit $$found
 
 cluster: $(VENV)/.dev ## test replicas through Ray Serve (installs the extra `cluster`, 80 MB)
 	$(PIP) install -q -c constraints.txt -e '.[cluster]'
@@ -91,6 +100,7 @@ bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json,
 	$(MINILLM) profile --json $(RESULTS).json
 	$(MINILLM) bench --backends --json $(RESULTS).json --plot $(RESULTS)-backends.png
 	$(MINILLM) bench scaling --json $(RESULTS).json --plot $(RESULTS)-scaling.png
+	$(MINILLM) bench serving --json $(RESULTS).json $(SERVING)
 	$(MINILLM) simulate --calibrate --json $(RESULTS).json --plot $(RESULTS)-simulation.png
 	$(MINILLM) trace --plot $(RESULTS)-trace.png
 	$(PY) -m minillm.bench.readme $(RESULTS).json

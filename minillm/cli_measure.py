@@ -388,6 +388,64 @@ def scaling(
     return run_command(plan, model, device, dtype, json_path, plot_path, out)
 
 
+@bench_app.command()
+def serving(
+    requests: Annotated[int, typer.Option(help="Requests of each round.")] = 96,
+    clients: Annotated[int, typer.Option(help="So many at once, and most texts in a step.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Rounds of all engines by turns.")] = 3,
+    streams: Annotated[int, typer.Option(help="Short requests sent all at once.")] = 1000,
+    shares: Annotated[
+        str, typer.Option(help="Rates of the open loop, in shares of what was served; '' for none.")
+    ] = "0.3,0.5,0.7,0.9,1.1",
+    seconds: Annotated[float, typer.Option(help="In which requests arrive, at each rate.")] = 15.0,
+    goodput: Annotated[str, typer.Option(help="Milliseconds that count as served well.")] = "ttft:1000 tpot:100",
+    peer_server: Annotated[
+        Path | None, typer.Option(help="The program llama-server: measured by turns with ours.")
+    ] = None,
+    peer_gguf: Annotated[Path | None, typer.Option(help="What it loads: the same weights, with a tokenizer.")] = None,
+    peer_url: Annotated[str | None, typer.Option(help="In its place: any such server that runs already.")] = None,
+    json_path: JsonPath = None,
+    model: Model = DEFAULT_MODEL,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> int:
+    """What the server costs on top of the engine, 1,000 streams at once, the tail near capacity: about five minutes.
+
+    `minillm serve` is started for it, and stopped at its end.
+
+    [bold]Examples[/]
+    $ minillm bench serving --json results.json
+    $ minillm bench serving --peer-server build/bin/llama-server --peer-gguf smollm2-bf16.gguf
+    $ minillm bench serving --rounds 1 --requests 32 --streams 100 --shares 0.5,1 --seconds 5
+    """
+    from minillm.bench.load import parse_goodput
+    from minillm.bench.serving import Plan
+    from minillm.bench.serving_processes import Models
+    from minillm.bench.serving_report import run_command
+
+    plan = Plan(
+        requests=requests,
+        clients=clients,
+        max_tokens=max_tokens,
+        rounds=rounds,
+        budget=max(512, clients),
+        streams=streams,
+        shares=numbers("--shares", shares) if shares else (),
+        seconds=seconds,
+        goodput=parse_goodput([goodput]),
+    )
+    models = Models(model, device, dtype, peer_server, peer_gguf, peer_url)
+    return run_command(models, plan, json_path, out)
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise InputError(f"{option} is {text!r}; it must be numbers with commas between, as 0.5,0.9") from None
+
+
 def integers(option: str, text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,11 @@ def test_tpot_is_by_tokens_where_a_piece_holds_several() -> None:
     assert row.tpot and row.itl
     assert row.tpot.mean == pytest.approx(0.1) and row.itl.mean == pytest.approx(0.3)
     assert row.tokens_per_piece == pytest.approx(7 / 3) and row.output_tokens == 7
+
+
+def test_a_row_with_failed_requests_is_json() -> None:
+    row = row_of(answer(101.0, 101.0, 103.0, fault=Fault("HTTP 503", "answered 503")))
+    assert json.loads(json.dumps(asdict(row)))["faults"] == {"HTTP 503": 1}
 
 
 def test_failed_and_unfinished_requests_count_in_no_throughput() -> None:

@@ -127,7 +127,7 @@ def summarize(run: Run) -> Row:
         completed=len(good),
         failed=len(faults),
         unfinished=len(answers) - len(good) - len(faults),
-        faults=Counter(fault.kind for fault in faults),
+        faults=dict(Counter(fault.kind for fault in faults)),
         examples={fault.kind: str(fault) for fault in reversed(faults)},
         most_open=most_at_once(answers),
         prompt_tokens=n_prompt,

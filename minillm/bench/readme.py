@@ -308,10 +308,51 @@ def peers(found: dict[str, Any] | None) -> list[str]:
     return lines
 
 
+def serving(file: str, sections: dict[str, Any]) -> str:
+    """The server over the engine, many streams, the tail as load grows; nothing in a results file from before."""
+    if "serving" not in sections:
+        return ""
+    found = sections["serving"]
+    plan, model = found["plan"], found["model"]
+    lines = [
+        f"{found['finding']} {model['name']} in {model['dtype']} on {device_name(found['about'])}; "
+        f"`{found['about']['command']}`, {found['about']['date'][:10]} ([results/{file}.json](results/{file}.json)).",
+        "",
+        "| target | | measured | |",
+        "|---|--:|--:|---|",
+    ]
+    for one in found["verdicts"]:
+        met = {True: "met", False: "**missed**", None: "not measured"}[one["met"]]
+        lines.append(f"| {one['what']} | {one['target']} | {one['measured']} | {met}: {one['detail']} |")
+    lines += ["", *markdown(found["engines"]), ""]
+    peer = f" The other server is `{found['peer']}`, on the same weights." if found["peer"] else ""
+    lines.append(
+        f"{plan['requests']} of the package's prompts from {plan['clients']} clients in a closed loop, "
+        f"{plan['max_tokens']} tokens each; medians of {plan['rounds']} rounds by turns. offline is the engine alone, "
+        f"given a new prompt as soon as a text ends; CPU seconds are of a round, all cores together.{peer}"
+    )
+    if found["sweep"]:
+        lines += ["", *markdown(found["load"]), ""]
+        lines.append(
+            f"An open loop: requests come at random times (Poisson) for {plan['seconds']:g} s, whether or not the "
+            "server keeps up. Capacity is the requests/s of the closed loop; ttft and tpot in ms, ttft from the "
+            f"scheduled time on; good: share of requests within {found['limits']}."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def markdown(rows: list[dict[str, str]]) -> list[str]:
+    """A table of cells that are text, under their names; the first column is a name, the others are numbers."""
+    heads = list(rows[0])
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "--:|" * (len(heads) - 1)]
+    return [*lines, *(f"| {' | '.join(row.values())} |" for row in rows)]
+
+
 BLOCKS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "ladder": ladder,
     "queue": queue,
     "experiments": experiments,
+    "serving": serving,
 }
 
 
