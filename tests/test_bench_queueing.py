@@ -208,7 +208,7 @@ def test_ctrl_c_keeps_the_whole_scenarios(
 
     rounds = queueing.timed_rounds
     monkeypatch.setattr(queueing, "timed_rounds", stopped)
-    monkeypatch.setattr(queue_report, "load", lambda *args: (Path("tiny"), tiny, Letters()))
+    monkeypatch.setattr(queue_report, "load_checkpoint", lambda *args: (Path("tiny"), tiny, Letters()))
     path, console = tmp_path / "x.json", silent()
     with pytest.raises(KeyboardInterrupt):
         queue_report.run_command(SMALL, "tiny", "cpu", "auto", path, tmp_path / "x.png", console)

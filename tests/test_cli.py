@@ -47,7 +47,7 @@ from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["generate", "chat", "ladder", "simulate", "trace", "profile", "bench", "serve", "load", "weights", "doctor"]
-EXPERIMENTS = ["queue", "prefill", "memory", "sharing", "scaling", "serving"]
+EXPERIMENTS = ["queue", "prefill", "memory", "sharing", "scaling"]
 CHOOSING = [name for name, stage in STAGES.items() if "backend" in inspect.signature(stage).parameters]
 NAME = "smollm2-135m-instruct"  # what a command uses when no model is named
 TEMPLATE = (
