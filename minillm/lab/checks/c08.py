@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from minillm.attention import Attend
-from minillm.config import Config
 from minillm.lab.checking import holds
+from minillm.lab.tiny import TINY
 from minillm.lab.work import Work, Wrong
 from minillm.model import Llama
 from minillm.params import SamplingParams
@@ -24,20 +24,6 @@ from minillm.simulation import policies
 from minillm.stages import continuous, naive
 
 EOS = 1
-TINY = Config(
-    vocab_size=64,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=48,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    context=256,
-    tied=True,
-    eos=(EOS,),
-)
 
 
 @cache

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from minillm.config import Config
 from minillm.engine import Engine
 from minillm.lab.checking import holds
+from minillm.lab.tiny import TINY
 from minillm.lab.work import Work, Wrong
 from minillm.model import Llama
 from minillm.params import SamplingParams
@@ -22,21 +22,6 @@ from minillm.request import Event, Request, make_request
 from minillm.sharing import Entry, SharedSlots
 from minillm.slots import BlockSlots
 from minillm.stages import naive
-
-TINY = Config(
-    vocab_size=64,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=48,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    context=256,
-    tied=True,
-    eos=(1,),
-)
 
 # ---- what the lesson hands out
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from minillm.config import Config
 from minillm.engine import Engine
 from minillm.lab.checking import holds
+from minillm.lab.tiny import TINY
 from minillm.lab.work import Work, Wrong, same
 from minillm.model import Llama
 from minillm.params import SamplingParams
@@ -28,20 +28,7 @@ from minillm.simulation import policies
 from minillm.stages import naive
 
 EOS = 1
-TINY = Config(
-    vocab_size=64,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=48,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    context=256,
-    tied=True,
-    eos=(EOS,),
-)
+
 PATIENCE = 2.0  # seconds after which something that should happen at once has not
 ENGINE_SECONDS = 8.0  # for ten short texts of a tiny model
 
