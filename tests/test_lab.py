@@ -226,6 +226,7 @@ def test_one_cause_is_told_once_and_what_is_to_do_has_no_hint(monkeypatch: pytes
     assert to_do.count("to do  double is not written yet") == 1 and "hint" not in to_do and "WRONG" not in to_do
     needs = run_checks("09", work_of(stub.format("half", "half") + "\ndef double(x):\n    return half(x)")).text()
     assert "double needs your half, which is not written yet" in needs
+    assert "wait   double" in needs and "WRONG" not in needs and "hint" not in needs  # it is nothing of its own
 
 
 HALF = "def half(x):\n    return {}\n\ndef double(x):\n    return {}\n"

@@ -220,6 +220,20 @@ def test_f2_a_closed_stream_is_aborted_within_a_step(after: int) -> None:
         run(main)
 
 
+def test_seats_that_were_taken_for_nothing_are_given_back_once() -> None:
+    async def main() -> None:
+        stream = loop.open(3)
+        assert loop.n_live == 3
+        stream.close()
+        stream.close()
+        assert loop.n_live == 0
+        stream.send(loop.make(ids("a"), n_tokens(5), 3))  # too late: nothing enters the engine
+        assert not stream.requests and await stream.batch() == []
+
+    with running(make_engine(writes("abcd"))) as loop:
+        run(main)
+
+
 def test_a_reader_who_waits_is_woken_when_the_stream_is_closed() -> None:
     engine = make_engine(writes("abcd"))
     go = gate(engine)
