@@ -1,5 +1,6 @@
-"""What lies between the matmuls of a layer, fused: norm, rotation and silu(gate) * up in one pass of C each; and, for
-steps of a few tokens, all that a layer does before its attention, and all that it does after, in one call each.
+"""What lies between the matmuls of a layer, fused: norms, rotation, silu(gate) * up and residuals in one pass of C
+each; and, for steps of a few tokens, all that a layer does before its attention, and all that it does after, in one
+call each.
 
 torch runs RMSNorm as six operators, each of which reads and writes all numbers; at small batches what it costs to call
 them is most of the time. As in `packing`, modules of a loaded model are replaced from outside, the same numbers come
@@ -123,12 +124,41 @@ def add_rows(model: Llama, lib: CDLL) -> None:
     replace(model, {PackedLinear: with_rows})
 
 
-class HalfBlocks(Block):
-    """A Block that computes a few tokens in two calls of C, before and after its attention."""
+class FusedBlock(Block):
+    """A Block whose first residual is one pass with the norm after it, and whose second is added in place."""
 
     def __init__(self, block: Block, lib: CDLL):
         nn.Module.__init__(self)
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = block.attn_norm, block.attn, block.mlp_norm, block.mlp
+        self.run_add = function(lib, "add", pointers=2, integers=2)
+        self.run_add_norm = function(lib, "add_norm", pointers=5, integers=2, doubles=1)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        x, normed = self.add_norm(x, self.attn(self.attn_norm(x), rope, attend))  # [..., T, d] each
+        return self.add(x, self.mlp(normed))
+
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and the norm of it."""
+        x, y, norm, d = x.contiguous(), y.contiguous(), self.mlp_norm, x.shape[-1]
+        added, normed = torch.empty_like(x), torch.empty_like(x)
+        pointers = x.data_ptr(), y.data_ptr(), norm.weight.data_ptr(), added.data_ptr(), normed.data_ptr()
+        self.run_add_norm(*pointers, x.numel() // d, d, norm.eps, torch.get_num_threads())
+        return added, normed
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y in the place of x."""
+        y, d = y.contiguous(), x.shape[-1]
+        self.run_add(x.data_ptr(), y.data_ptr(), x.numel() // d, d, torch.get_num_threads())
+        return x
+
+
+class HalfBlocks(FusedBlock):
+    """A Block that computes a few tokens in two calls of C, before and after its attention."""
+
+    def __init__(self, block: Block, lib: CDLL):
+        super().__init__(block, lib)
         attn, mlp = block.attn, block.mlp
         self.heads, self.head_dim, self.d_ff = attn.heads, attn.head_dim, mlp.down.weight.shape[-1]
         self.eps = block.attn_norm.eps, block.mlp_norm.eps
@@ -186,8 +216,8 @@ def fuse(model: Llama) -> Llama:
     replace(model, {plain: partial(fused, lib=lib) for plain, fused in FUSED.items()})
     add_rows(model, lib)
     in_rows = not any(type(module) is PackedLinear for module in model.modules())
-    if in_rows and not (c.qkv_bias or c.qk_norm):
-        replace(model, {Block: partial(HalfBlocks, lib=lib)})
+    halves = in_rows and not (c.qkv_bias or c.qk_norm)
+    replace(model, {Block: partial(HalfBlocks if halves else FusedBlock, lib=lib)})
     return model
 
 

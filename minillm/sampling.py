@@ -4,13 +4,15 @@ M rows to sample · V vocabulary
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from minillm.device import upload
 from minillm.draws import uniform
+from minillm.native import NotCompiled, function, library
 from minillm.request import Request
 
 Sampled = tuple[int, dict[int, float] | None]  # token (-1: the logits were not numbers), its log-probabilities
@@ -42,8 +44,22 @@ def sample(logits: Tensor, requests: Sequence[Request], best: Tensor | None = No
 
 def greedy(logits: Tensor) -> Tensor:
     """The most likely token of each row, or -1 where the logits are not numbers. [M, V] -> [M]"""
+    in_c = greedy_in_c(logits.dtype) if logits.device.type == "cpu" else None
+    if in_c:
+        logits, tokens = logits.contiguous(), logits.new_empty(len(logits), dtype=torch.int64)
+        in_c(logits.data_ptr(), tokens.data_ptr(), *logits.shape, torch.get_num_threads())
+        return tokens
     best, tokens = logits.max(-1)  # [M]
     return torch.where(best.isfinite(), tokens, -1)  # a NaN anywhere in a row is its maximum
+
+
+@cache
+def greedy_in_c(dtype: torch.dtype) -> Callable[..., None] | None:
+    """The same in C, in a tenth of the time; None where it cannot be had."""
+    try:
+        return function(library("greedy", dtype), "greedy", pointers=2, integers=2)
+    except NotCompiled:
+        return None
 
 
 def needs_adjusting(request: Request) -> bool:

@@ -13,7 +13,18 @@ from torch import nn
 from minillm import native
 from minillm.attention import SelfAttend
 from minillm.config import Config
-from minillm.fusing import FUSED, FusedNorm, FusedRotary, FusedSiluTimes, HalfBlocks, RowLinear, few, fuse, make_fast
+from minillm.fusing import (
+    FUSED,
+    FusedBlock,
+    FusedNorm,
+    FusedRotary,
+    FusedSiluTimes,
+    HalfBlocks,
+    RowLinear,
+    few,
+    fuse,
+    make_fast,
+)
 from minillm.model import Llama, RMSNorm, Rotary, SiluTimes, rope_frequencies, rope_table
 from minillm.packing import PackedLinear, can_pack
 
@@ -121,10 +132,24 @@ def test_the_halves_of_a_layer_are_the_layer(
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@given(dtype=dtypes, lead=leads, threads=st.sampled_from([1, 3]))
+def test_a_fused_block_is_the_block(dtype: torch.dtype, lead: tuple[int, ...], threads: int) -> None:
+    """The same sums and the same norms: all else in it is the plain layer's."""
+    plain = Llama.random(WIDE, seed=3, dtype=dtype).blocks[0]
+    plain.attn_norm, plain.mlp_norm = (FusedNorm(norm, LIBRARIES[dtype]) for norm in (plain.attn_norm, plain.mlp_norm))
+    x = random(*lead, WIDE.d_model).to(dtype)
+    rope = rope_table(torch.zeros(x.shape[:-1]), rope_frequencies(WIDE), dtype)
+    kept = x.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        near(FusedBlock(plain, LIBRARIES[dtype])(x, rope, lambda q, k, v: q * 2), plain(x, rope, lambda q, k, v: q * 2))
+    assert torch.equal(x, kept)
+
+
 def test_halves_are_made_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert modules(fuse(Llama.random(WIDE)), HalfBlocks) == WIDE.n_layers
     for other in ({"qkv_bias": True}, {"qk_norm": True}):
-        assert not modules(fuse(Llama.random(replace(WIDE, **other))), HalfBlocks)
+        assert modules(fuse(Llama.random(replace(WIDE, **other))), FusedBlock) == WIDE.n_layers
     if PACKED:
         assert modules(make_fast(Llama.random(WIDE, dtype=PACKED[0])), HalfBlocks) == WIDE.n_layers
         monkeypatch.setattr("minillm.host.memory_bytes", lambda: 1000)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minillm.draws import uniform
 from minillm.params import SamplingParams
 from minillm.request import Request, make_request
-from minillm.sampling import adjust, greedy, sample, upload
+from minillm.sampling import adjust, greedy, greedy_in_c, sample, upload
 
 INF = float("inf")
 
@@ -63,6 +63,31 @@ PARAMS = st.builds(
     min_p=st.sampled_from([0.0, 0.013, 0.29, 1.0]),
     seed=st.integers(0, 2**64 - 1),
 )
+
+
+@given(
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    V=st.sampled_from([1, 31, 32, 33, 1023, 1024, 1057, 5000]),
+    seed=st.integers(0, 99),
+    bad=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4999), st.sampled_from([NAN, INF, -INF])), max_size=3),
+)
+def test_the_best_token_in_c_is_torchs(
+    dtype: torch.dtype, V: int, seed: int, bad: list[tuple[int, int, float]]
+) -> None:
+    """The first of equals, wherever in the row it stands; -1 for a row with a NaN or an infinite maximum."""
+    if greedy_in_c(dtype) is None:
+        pytest.skip("no C code here")
+    logits = (torch.randn(5, V, generator=torch.Generator().manual_seed(seed)) * 2).round().to(dtype)  # many equals
+    for row, column, value in bad:
+        logits[row, column % V] = value
+    best = logits.amax(-1, keepdim=True)  # [5, 1]
+    first = (logits == best).int().argmax(-1)  # [5]
+    assert torch.equal(greedy(logits), torch.where(best[:, 0].isfinite(), first, -1))
+    with patch("minillm.sampling.greedy_in_c", return_value=None):  # torch's own, where any of the equals may come
+        plain = greedy(logits)
+    good = plain >= 0
+    assert torch.equal(good, best[:, 0].isfinite())
+    assert torch.equal(logits.gather(-1, plain.clamp(min=0)[:, None])[good], best[good])
 
 
 @given(LOGITS, PARAMS, st.sampled_from([0.0, 2**-24, 0.25, 0.5, 0.9, 1 - 2**-24]), st.booleans())
@@ -401,7 +426,8 @@ def test_sampling_asks_and_does_not_wait(rows: list[Any], penalties: bool) -> No
     if penalties:
         requests.append(a_request([3, 5], [5, 5, 2], **more))
     logits = torch.tensor([row[0] for row in rows] + [rows[0][0]] * penalties)
-    with patch("minillm.sampling.upload", wraps=upload) as uploaded, Waits() as waits:
+    no_c = patch("minillm.sampling.greedy_in_c", return_value=None)  # as on a GPU
+    with no_c, patch("minillm.sampling.upload", wraps=upload) as uploaded, Waits() as waits:
         sample(logits, requests)
     assert waits.found == {"lift_fresh": uploaded.call_count}
 

@@ -1,4 +1,4 @@
-/* What a layer does beside attention: norm, rotation and silu(gate) * up in one pass each, the matmul of a few rows, and
+/* What a layer does beside attention: norm, rotation, silu(gate) * up and sums in one pass each, the matmul of a few rows, and
    of these the two halves of a layer, before and after its attention, for steps of a few tokens.
 
    They round to memory's type where `model` does, so the same numbers come out. All sizes are multiples of STEP, but
@@ -136,11 +136,27 @@ void silu_times(const stored *gate_up, stored *out, int64_t T, int64_t d, int th
     for (int64_t t = 0; t < T; t++) silu_row(gate_up + t * 2 * d, gate_up + t * 2 * d + d, out + t * d, d);
 }
 
-static inline void add_row(stored *to, const stored *what, int64_t n) {
+static inline void add_row(const stored *x, const stored *y, stored *out, int64_t n) {
     for (int64_t i = 0; i < n; i += STEP) {
         vec a[2], b[2];
-        load(to + i, a), load(what + i, b);
-        store(to + i, a[0] + b[0], a[1] + b[1]);
+        load(x + i, a), load(y + i, b);
+        store(out + i, a[0] + b[0], a[1] + b[1]);
+    }
+}
+
+/* x += y, [T, d] each. */
+void add(stored *x, const stored *y, int64_t T, int64_t d, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (T > 1 && T * d > MANY)
+    for (int64_t t = 0; t < T; t++) add_row(x + t * d, y + t * d, x + t * d, d);
+}
+
+/* sum = x + y, and out its norm, [T, d] each. */
+void add_norm(const stored *x, const stored *y, const stored *weight, stored *sum, stored *out, int64_t T, int64_t d,
+              double eps, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (T > 1 && T * d > MANY)
+    for (int64_t t = 0; t < T; t++) {
+        add_row(x + t * d, y + t * d, sum + t * d, d);
+        norm_row(sum + t * d, weight, out + t * d, d, eps);
     }
 }
 
@@ -171,7 +187,7 @@ void after(const stored *attended, const stored *x, const stored *o, const store
     {
         const part p = share(d, STEP), q = share(f, STEP);
         multiply(attended, o, out, M, d, a, p.from, p.to);
-        for (int64_t m = 0; m < M; m++) add_row(out + m * d + p.from, x + m * d + p.from, p.to - p.from);
+        for (int64_t m = 0; m < M; m++) add_row(x + m * d + p.from, out + m * d + p.from, out + m * d + p.from, p.to - p.from);
 #pragma omp barrier
         stored normed[M * d];
         for (int64_t m = 0; m < M; m++) norm_row(out + m * d, norm, normed + m * d, d, eps);
@@ -183,6 +199,6 @@ void after(const stored *attended, const stored *x, const stored *o, const store
         }
 #pragma omp barrier
         multiply(product, down, last, M, d, f, p.from, p.to);
-        for (int64_t m = 0; m < M; m++) add_row(out + m * d + p.from, last + m * d + p.from, p.to - p.from);
+        for (int64_t m = 0; m < M; m++) add_row(last + m * d + p.from, out + m * d + p.from, out + m * d + p.from, p.to - p.from);
     }
 }
