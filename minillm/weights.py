@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from minillm.config import Config
-from minillm.device import keep_freed_memory, pick_device, pick_dtype
+from minillm.device import pick_device, pick_dtype, tune_memory
 from minillm.errors import WeightsError
 from minillm.model import Llama
 
@@ -51,7 +51,7 @@ def load(path_or_name: str | Path, device: str | torch.device = "auto", dtype: s
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     if device.type == "cpu":
-        keep_freed_memory()
+        tune_memory()
     config = Config.from_folder(folder)
     with ExitStack() as stack:
         tensors = open_tensors(folder, stack)

@@ -1,12 +1,15 @@
 """Device and dtype: what "auto" means, what is refused, and torch's own objects in place of names."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minillm import device, host
-from minillm.device import DTYPES, keep_freed_memory, pick_device, pick_dtype
+from minillm.device import DTYPES, pick_device, pick_dtype, tune_memory
 from minillm.errors import InputError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -46,10 +49,22 @@ def test_freed_memory_is_kept_with_glibc_and_nothing_happens_without(monkeypatch
     calls: list[tuple[int, int]] = []
     glibc = SimpleNamespace(mallopt=lambda *setting: calls.append(setting))
     monkeypatch.setattr(device.ctypes, "CDLL", lambda _: glibc)
-    keep_freed_memory()
+    tune_memory()
     assert calls == [(-4, 0), (-1, -1)]  # malloc.h: M_MMAP_MAX none, M_TRIM_THRESHOLD never
     monkeypatch.setattr(device.ctypes, "CDLL", lambda _: object())
-    keep_freed_memory()
+    tune_memory()
+
+
+def test_large_tensors_lie_in_large_pages_where_linux_gives_them_on_request() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[madvise]" not in setting.read_text("utf-8"):
+        pytest.skip("no large pages on request here")
+    code = (
+        "from minillm.device import tune_memory; import torch; tune_memory(); x = torch.ones(2**24)\n"
+        "print([line.split()[1] for line in open('/proc/self/smaps_rollup') if 'AnonHuge' in line][0])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert int(found.stdout) >= 32 * 1024  # kB, of 64 MB
 
 
 def test_memory_is_the_containers_where_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,10 @@ def start(lesson: str) -> None:
     """The first line of a lesson: says how much it will run, and on USE_MINE=1 puts earlier work to use."""
     import torch
 
-    from minillm.device import keep_freed_memory
+    from minillm.device import tune_memory
 
     size(0, 0, 0)  # a wrong dial is told now
-    keep_freed_memory()
+    tune_memory()
     torch.manual_seed(0)
     dial = os.environ.get("MINILLM_SIZE", "default")
     print(f"Lesson {lesson}. Size: {dial}. {torch.get_num_threads()} threads, torch {torch.__version__}.")
