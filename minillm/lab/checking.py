@@ -20,6 +20,7 @@ from minillm.lab.work import Work, Wrong, time_limit
 
 SECONDS = 30.0  # for one property: far more than it takes
 LESSONS = tuple(f"{number:02}" for number in range(14))
+PROBLEM_SETS = tuple(f"p{number}" for number in range(1, 6))
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def holds(
 
 
 def properties(lesson: str) -> list[Property]:
-    """Of one lesson. Raises InputError for a number that is not known."""
-    if lesson not in LESSONS:
-        raise InputError(f"lesson {lesson!r} is not known; use one of {', '.join(LESSONS)}")
-    importlib.import_module(f"minillm.lab.checks.c{lesson}")
+    """Of one lesson or problem set. Raises InputError for a name that is not known."""
+    if lesson not in LESSONS + PROBLEM_SETS:
+        raise InputError(f"lesson {lesson!r} is not known; use one of {', '.join(LESSONS + PROBLEM_SETS)}")
+    importlib.import_module(f"minillm.lab.checks.{lesson if lesson in PROBLEM_SETS else 'c' + lesson}")
     return [prop for prop in PROPERTIES if prop.lesson == lesson]
 
 
@@ -65,6 +66,7 @@ class Finding:
     prop: Property
     wrong: str | None
     waits: bool = False  # the fault is not the function's own, but of others that it uses
+    carried: bool = False  # waits, and was seen to hold with right ones in the place of these others
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,11 @@ class Report:
         return "\n".join(lines)
 
 
-def run_checks(lesson: str, work: Work, only: Sequence[str] | None = None) -> Report:
+def run_checks(
+    lesson: str, work: Work, only: Sequence[str] | None = None, tell: Callable[[Finding], None] | None = None
+) -> Report:
     """Every property of the lesson (or of the functions in `only`), each under a time limit. A function that was too
-    slow once is not tried again."""
+    slow once is not tried again. `tell` gets each finding as soon as it is there."""
     every = properties(lesson)
     known: dict[tuple[str, str], Finding] = {}
     slow: dict[str, Finding] = {}
@@ -132,7 +136,12 @@ def run_checks(lesson: str, work: Work, only: Sequence[str] | None = None) -> Re
             slow[prop.function] = found
         return found
 
-    findings = [find(prop) for prop in every if only is None or prop.function in only]
+    findings = []
+    for prop in every:
+        if only is None or prop.function in only:
+            findings.append(find(prop))
+            if tell is not None:
+                tell(findings[-1])
     if not findings:
         names = ", ".join(dict.fromkeys(prop.function for prop in every))
         raise InputError(f"nothing to check for {', '.join(only or ())}; lesson {lesson} checks {names}")
@@ -148,7 +157,7 @@ def whose(prop: Property, work: Work, faulty: Sequence[str]) -> Finding:
         return Finding(prop, own)
     if own is None:
         right = "a right one" if one else "right ones"
-        return Finding(prop, f"mend {names} first: with {right} in the place of yours, this holds", waits=True)
+        return Finding(prop, f"mend {names} first: with {right} in the place of yours, this holds", True, True)
     return Finding(prop, f"{own}\n(this stays so with {'a ' if one else ''}right {names} in the place of yours)")
 
 

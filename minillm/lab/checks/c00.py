@@ -2,7 +2,6 @@
 
 import builtins
 import dis
-import random
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -10,6 +9,7 @@ from minillm.bench import ceiling
 from minillm.bench.ceiling import Ceilings
 from minillm.bench.harness import Step
 from minillm.config import Config
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, same
 
@@ -128,7 +128,7 @@ def the_longer_one(work: Work) -> None:
     same(got, 8.0, "seconds where moving takes 8 s and multiplying 2 s")
     got = work.call("floor_seconds", 600, 200, 1000, 100.0, 50.0)
     same(got, 20.0, "seconds where moving takes 8 s and multiplying 20 s")
-    draw = random.Random(0)
+    draw = seeds.rng(0)
     for _ in range(200):
         weight_bytes, kv_bytes, flops = (draw.randrange(1, 10**6) for _ in range(3))
         bytes_per_s, flops_per_s = draw.uniform(1, 100), draw.uniform(1, 100)
@@ -226,7 +226,7 @@ def scores_are_multiplied(work: Work) -> None:
     uses=PARTS,
 )
 def any_model(work: Work) -> None:
-    draw = random.Random(1)
+    draw = seeds.rng(1)
     for _ in range(100):
         n_kv_heads = draw.randint(1, 4)
         config = small(
@@ -258,7 +258,7 @@ def balanced(work: Work) -> None:
     same(
         work.call("balance_batch", 2, 100.0, 2000.0), 20.0, "B at 2 bytes a weight, 100 bytes/s and 2,000 operations/s"
     )
-    draw = random.Random(2)
+    draw = seeds.rng(2)
     for _ in range(100):
         itemsize, bytes_per_s, flops_per_s = draw.choice((1, 2, 4)), draw.uniform(1, 100), draw.uniform(1000, 100000)
         batch = work.call("balance_batch", itemsize, bytes_per_s, flops_per_s)

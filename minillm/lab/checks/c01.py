@@ -20,6 +20,7 @@ from torch import Tensor
 from minillm.config import Config
 from minillm.errors import InputError
 from minillm.fetch import find
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, same, time_limit
 from minillm.model import Llama
@@ -76,10 +77,10 @@ def trained(draw: random.Random, letters: bytes, merges: int) -> dict[bytes, int
     return ranks
 
 
-@cache
+@seeds.cache
 def tables() -> list[tuple[dict[bytes, int], list[tuple[bytes, list[int]]]]]:
     """Small tables, each with pieces and tiktoken's ids for them. Made once."""
-    draw, made = random.Random(0), []
+    draw, made = seeds.rng(0), []
     for letters in (b"ab", b"abc", b"\x00\xff\x80", "é日 ".encode(), bytes(range(250, 256)), b"abcdefgh"):
         for merges in (3, 12, 40):
             ranks = trained(draw, bytes(sorted(set(letters))), merges)
@@ -320,7 +321,7 @@ PARTS = {"read_header": right_header}
 )
 def header_of_small_file(work: Work) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path, _, header = sample_file(Path(folder), random.Random(0))
+        path, _, header = sample_file(Path(folder), seeds.rng(0))
         same_header(header_of(work, path), header, "the header of a file with three tensors")
 
 
@@ -362,7 +363,7 @@ def header_of_the_library(work: Work) -> None:
 )
 def no_more_than_the_header(work: Work) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path, _, header = sample_file(Path(folder), random.Random(1))
+        path, _, header = sample_file(Path(folder), seeds.rng(1))
         with path.open("r+b") as file:
             file.truncate(64 * MEGABYTE)  # takes no room on the disk
         got, taken = peak(lambda: header_of(work, path))
@@ -410,7 +411,7 @@ def each_from_its_place(work: Work) -> None:
     one_tensor(work)  # what is wrong with one file of one tensor is told once, above
     with tempfile.TemporaryDirectory() as folder:
         for pad in (0, 1, 7):
-            path, tensors, _ = sample_file(Path(folder), random.Random(2), pad)
+            path, tensors, _ = sample_file(Path(folder), seeds.rng(2), pad)
             for name, tensor in tensors.items():
                 what = f"tensor {name} of a file whose header ends in {pad} blanks"
                 same(tensor_of(work, path, name), tensor, what, 0)
@@ -425,7 +426,7 @@ def each_from_its_place(work: Work) -> None:
 )
 def every_dtype(work: Work) -> None:
     one_tensor(work)
-    draw = random.Random(3)
+    draw = seeds.rng(3)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         tensors = {kind: some(draw, dtype, 6, 8) for dtype, kind in NAMES.items()}
@@ -444,7 +445,7 @@ def every_dtype(work: Work) -> None:
 )
 def any_shape(work: Work) -> None:
     one_tensor(work)
-    draw = random.Random(4)
+    draw = seeds.rng(4)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         for shape in ((), (1,), (7,), (1, 3), (3, 1), (2, 3, 4, 5)):
@@ -463,7 +464,7 @@ def any_shape(work: Work) -> None:
 def no_more_than_the_tensor(work: Work) -> None:
     one_tensor(work)
     with tempfile.TemporaryDirectory() as folder:
-        path, tensors, _ = sample_file(Path(folder), random.Random(5))
+        path, tensors, _ = sample_file(Path(folder), seeds.rng(5))
         with path.open("r+b") as file:
             file.truncate(64 * MEGABYTE)
         got, taken = peak(lambda: tensor_of(work, path, "a.weight"))
@@ -570,7 +571,7 @@ def tied_head(work: Work) -> None:
     hint="what all layers share: the embedding, and the last norm before the head",
 )
 def any_sizes(work: Work) -> None:
-    draw = random.Random(6)
+    draw = seeds.rng(6)
     for _ in range(30):
         n_kv_heads = draw.randint(1, 4)
         config = sizes(

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from minillm.config import Config
 from minillm.errors import InputError
 from minillm.fetch import find
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, first, number, same
 from minillm.model import Llama, rope_table
@@ -54,7 +55,7 @@ MODEL = f"the real {REAL}" if real_folder() else "a tiny random model (the real 
 
 
 def random(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeds.generator(seed)
     return (torch.randn(size, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
 
@@ -295,7 +296,7 @@ def rotate_pairs(work: Work) -> None:
 )
 def rotate_formula(work: Work) -> None:
     for lead, heads, D in (([], 3, 8), ([2], 2, 6), ([3, 2], 1, 4)):
-        positions = torch.randint(0, 50, (*lead, 5), generator=torch.Generator().manual_seed(D))
+        positions = torch.randint(0, 50, (*lead, 5), generator=seeds.generator(D))
         x, (cos, sin) = random(*lead, 5, heads, D), table(positions, D)
         same(work.call("rotate", x, cos, sin), rotated(x, cos, sin), f"rotate of x {list(x.shape)}", 1e-10)
 
@@ -386,7 +387,7 @@ def mask_chunk(work: Work) -> None:
     "tril(diagonal = S - T) is right only while positions are counted without a gap; compare the positions themselves.",
 )
 def mask_order(work: Work) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeds.generator(0)
     for _ in range(20):
         T, S = torch.randint(1, 6, (2,), generator=generator).tolist()
         q_pos, k_pos = (torch.randint(0, 9, (n,), generator=generator) for n in (T, S))
@@ -547,7 +548,7 @@ def attention_nothing(work: Work) -> None:
     "follow the shapes: heads before tokens for the products, [..., H, T, S]; the softmax over S; T before H again.",
 )
 def attention_formula(work: Work) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeds.generator(1)
     for seed, lead in enumerate(([], [], [5], [2, 2], [])):
         T, S, Hkv, group = (int(n) for n in torch.randint(1, 5, (4,), generator=generator))
         q = random(*lead, T, Hkv * group, 6, seed=seed)

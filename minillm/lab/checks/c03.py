@@ -1,7 +1,6 @@
 """Lesson 03: the naive loop, the choice of a token, and how many tokens go through the model."""
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from minillm.bench.harness import Job, run
 from minillm.config import Config
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, same
 from minillm.model import Llama
@@ -43,7 +43,7 @@ def tiny(eos: tuple[int, ...] = ()) -> Llama:
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     return [[draw.randrange(CONFIG.vocab_size) for _ in range(n)] for n in lengths]
 
 
@@ -281,7 +281,7 @@ def shares(logits: list[float], temperature: float, top_k: int, top_p: float) ->
 
 
 def row(n: int, seed: int, spread: float = 1.5, dtype: torch.dtype = torch.float64) -> Tensor:
-    return (torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread).to(dtype)
+    return (torch.randn(n, generator=seeds.generator(seed), dtype=torch.float64) * spread).to(dtype)
 
 
 def an_int(work: Work, logits: Tensor, temperature: float, top_k: int, top_p: float, u: float) -> int:
@@ -484,7 +484,7 @@ def in_order(work: Work) -> None:
     same(pick(work, banned, 1.0, 0, 1.0, 0.5), 2, "the token at u = 0.5, where ids 0 and 3 have no weight")
     rising = row(5, 1).sort().values
     same(pick(work, rising, 1.0, 1, 1.0, 0.0), 4, "the token at u = 0, where top_k 1 leaves id 4 alone")
-    draw = random.Random(0)
+    draw = seeds.rng(0)
     for seed in range(40):
         logits = row(12, 50 + seed)
         stretch(work, logits, draw.choice((0.5, 1.0, 2.0)), draw.choice((0, 5)), draw.choice((0.8, 1.0)), draw.random())
@@ -536,7 +536,7 @@ def extremes(work: Work) -> None:
 )
 @draws
 def widened(work: Work) -> None:
-    draw = random.Random(1)
+    draw = seeds.rng(1)
     for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
         logits = row(2000, 80 + seed, dtype=dtype)
         for u in (0.0, 1 - 2**-24, *(draw.random() for _ in range(8))):

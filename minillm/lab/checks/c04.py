@@ -13,6 +13,7 @@ from torch import Tensor
 from minillm import attention
 from minillm.attention import SelfAttend
 from minillm.config import Config
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, same
 from minillm.model import Llama
@@ -136,7 +137,7 @@ def known_models(work: Work) -> None:
     hint="compare with `nbytes` of a tensor [L, Hkv, S, D], twice, divided by S; `itemsize` is 4 in float32",
 )
 def real_memories(work: Work) -> None:
-    draw = random.Random(0)
+    draw = seeds.rng(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int8):
         layers, heads, dim, size = (draw.randint(1, 9) for _ in range(4))
         memory = torch.empty(layers, heads, size, dim, dtype=dtype)
@@ -173,7 +174,7 @@ def stored(work: Work, memory: Tensor, positions: Tensor, new: Tensor) -> None:
     "reshape; index the axis S with the tensor `positions`; position 0 is a place like any other",
 )
 def lands(work: Work) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeds.generator(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     for start, T in ((0, 7), (7, 1), (4, 3), (3, 2), (0, 1)):
         stored(work, torch.zeros(2, 12, 4, dtype=torch.float64), torch.arange(start, start + T), draw(T, 2, 4))
@@ -188,7 +189,7 @@ def lands(work: Work) -> None:
     "what is there",
 )
 def any_order(work: Work) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeds.generator(1)
     for i in range(12):
         heads, size, dim = (int(torch.randint(1, 9, (1,), generator=generator)) for _ in range(3))
         T = int(torch.randint(1, size + 1, (1,), generator=generator))
@@ -205,7 +206,7 @@ def any_order(work: Work) -> None:
     hint="write with `memory[...] = ...`; a copy (clone, torch.cat, torch.where) is thrown away when store returns",
 )
 def in_place(work: Work) -> None:
-    generator = torch.Generator().manual_seed(2)
+    generator = seeds.generator(2)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         whole = torch.full((L, HKV, 9, D), POISON, dtype=dtype)
         new = torch.randn(4, HKV, D, generator=generator, dtype=torch.float64).to(dtype)
@@ -272,7 +273,7 @@ def looks_at(make: Callable[..., Any], start: int, T: int) -> Tensor:
     uses={"store": right_store},
 )
 def kept_as_they_came(work: Work) -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeds.generator(3)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     for layer, start, T in ((1, 0, 5), (2, 5, 1), (1, 4, 3), (0, 1, 2)):
         k_memory, v_memory = draw(L, HKV, 9, D), draw(L, HKV, 9, D)  # of an older text
@@ -343,7 +344,7 @@ def up_to_its_own(work: Work) -> None:
     uses={"store": right_store},
 )
 def every_split(work: Work) -> None:
-    text = random_text(random.Random(4), 7)
+    text = random_text(seeds.rng(4), 7)
     for cuts in range(64):
         pieces, run = [], 1
         for i in range(6):
@@ -363,7 +364,7 @@ def every_split(work: Work) -> None:
     uses={"store": right_store},
 )
 def poisoned(work: Work) -> None:
-    draw = random.Random(5)
+    draw = seeds.rng(5)
     for _ in range(6):
         n = draw.randint(1, 24)
         k, v = memories(n + draw.randint(0, 5), POISON)
@@ -379,7 +380,7 @@ def poisoned(work: Work) -> None:
     uses={"store": right_store},
 )
 def never_read(work: Work) -> None:
-    draw = random.Random(6)
+    draw = seeds.rng(6)
     for _ in range(4):
         n = draw.randint(2, 16)
         k, v = memories(n + draw.randint(1, 5), float("nan"))
@@ -395,7 +396,7 @@ def never_read(work: Work) -> None:
     uses={"store": right_store},
 )
 def in_turn(work: Work) -> None:
-    draw = random.Random(7)
+    draw = seeds.rng(7)
     for _ in range(3):
         texts = [random_text(draw, 12), random_text(draw, 12)]
         own = [memories(12, POISON), memories(12, POISON)]
@@ -454,7 +455,7 @@ def truth(prompt: tuple[int, ...], n_new: int) -> tuple[int, ...]:
 
 
 def cases() -> list[tuple[list[int], int]]:
-    draw = random.Random(8)
+    draw = seeds.rng(8)
     sizes = [(7, 4), (1, 1), (1, 6), (5, 1), *((draw.randint(2, 20), draw.randint(2, 9)) for _ in range(6))]
     return [(random_text(draw, n), n_new) for n, n_new in sizes]
 
@@ -603,7 +604,7 @@ def exact(work: Work) -> None:
     uses=PARTS,
 )
 def nothing_shared(work: Work) -> None:
-    draw = random.Random(9)
+    draw = seeds.rng(9)
     first, second = random_text(draw, 6), random_text(draw, 14)
     for i, prompt in enumerate((first, second, first, [*first, 3], first[:2]), 1):
         what = f"request {i} of five in turn, a prompt of {len(prompt)}: its new tokens"

@@ -1,7 +1,6 @@
 """Lesson 05: a long prompt in chunks. Where they begin, who sees whom, what a step costs, and the one loop."""
 
 import inspect
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from minillm.batch import line
 from minillm.bench.harness import Job, run
 from minillm.cache import KVCache
 from minillm.config import Config
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, same
 from minillm.model import Llama
@@ -49,9 +49,9 @@ def tiny() -> Llama:
     return Llama.random(TINY, seed=5, dtype=torch.float64)
 
 
-@cache
+@seeds.cache
 def prompt_of(n: int) -> list[int]:
-    draw = random.Random(n)
+    draw = seeds.rng(n)
     return [draw.randrange(TINY.vocab_size) for _ in range(n)]
 
 
@@ -129,7 +129,7 @@ def each_position_once(work: Work) -> None:
     hint="take m tokens as long as there are m: the smaller one comes last, and there are ceil(n / m) in all",
 )
 def full_but_the_last(work: Work) -> None:
-    draw = random.Random(0)
+    draw = seeds.rng(0)
     for n, m in [*EVERY_SPLIT, *((draw.randint(1, 500), draw.randint(1, 200)) for _ in range(50))]:
         same(asked_for(work, n, m), pieces(n, m), f"chunks({n}, {m})")
 
@@ -172,7 +172,7 @@ def the_second_chunk(work: Work) -> None:
     hint="row t is the token at position start + t: the triangle ends in the bottom right corner, not in the top left",
 )
 def rows_of_the_whole(work: Work) -> None:
-    draw = random.Random(1)
+    draw = seeds.rng(1)
     cases = [(start, size) for n, m in EVERY_SPLIT for start, size in pieces(n, m)]
     for start, size in [*cases, *((draw.randint(0, 60), draw.randint(1, 40)) for _ in range(30))]:
         mask = of_shape(work, start, size)
@@ -499,7 +499,7 @@ def one_row_each(work: Work) -> None:
     uses=PARTS,
 )
 def no_trace(work: Work) -> None:
-    draw = random.Random(2)
+    draw = seeds.rng(2)
     cases = [(prompt_of(EXAMPLE[0]), NEW, EXAMPLE[1])]
     for _ in range(25):
         prompt = [draw.randrange(TINY.vocab_size) for _ in range(draw.randint(1, 40))]

@@ -16,6 +16,7 @@ from minillm.batch import rectangle
 from minillm.bench.harness import Job, run
 from minillm.cache import CachedAttend, KVCache
 from minillm.config import Config
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, same
 from minillm.model import Llama
@@ -69,7 +70,7 @@ FIXED: list[tuple[list[list[int]], list[int]]] = [
 
 
 def cases(seed: int, n: int) -> Iterator[tuple[list[list[int]], list[int]]]:
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     yield from FIXED
     for _ in range(n):
         yield texts(draw, draw.randint(2, 5))
@@ -99,7 +100,7 @@ def rows_of(seed: int) -> Iterator[tuple[list[list[int]], list[int], int]]:
     """Rows at any point of their texts, with one place at least that no real token takes."""
     yield [[11, 12, 13], [14]], [5, 9], 12
     yield [[11, 12, 13, 15], [14]], [5, 9], 11  # the pads run past the end
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for _ in range(20):
         new, _ = texts(draw, draw.randint(1, 5), 6)
         starts = [draw.randint(0, 9) for _ in new]
@@ -202,7 +203,7 @@ class Row:
 )
 def newcomers(work: Work) -> None:
     """Rows are refilled when they end, so prompts and single tokens share a step and the pads reach far."""
-    draw = random.Random(5)
+    draw = seeds.rng(5)
     # first: the longest text stands on its last place when a newcomer's prompt pads its row
     groups = [
         (2, [[9, 17], [5], [30, 31, 32, 33]], [4, 3, 1]),
@@ -428,7 +429,7 @@ def memory_of_1e4(work: Work) -> None:
     uses=PARTS,
 )
 def company(work: Work) -> None:
-    draw = random.Random(10)
+    draw = seeds.rng(10)
     for _ in range(5):
         [prompt], [n] = texts(draw, 1)
         [made], _ = generated(work, [prompt], [n])  # right or not: here only company counts

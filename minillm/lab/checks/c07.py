@@ -17,6 +17,7 @@ from minillm import attention
 from minillm.bench.harness import counting
 from minillm.cache import KVPool
 from minillm.config import Config
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, same
 from minillm.model import Llama
@@ -128,7 +129,7 @@ def visible_one_text(work: Work) -> None:
 def visible_several_texts(work: Work) -> None:
     cases = [([0, 1, 2, 3, 0, 1, 0], [0, 0, 0, 0, 1, 1, 2], [0, 1, 2, 3, 0, 1, 0], [0, 0, 0, 0, 1, 1, 2])]
     cases += [([4, 2], [8, 3], [0, 1, 2, 3, 4, 0, 1, 2], [8] * 5 + [3] * 3)]  # one new token each
-    draw = random.Random(0)
+    draw = seeds.rng(0)
     for _ in range(12):  # in any order: a mask knows no neighbourhood
         sizes = [draw.randint(1, 12), draw.randint(1, 12)]
         at = [[draw.randrange(6) for _ in range(n)] for n in sizes]
@@ -174,7 +175,7 @@ def packed(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def check_pack(work: Work, *which: str) -> None:
-    draw = random.Random(1)
+    draw = seeds.rng(1)
     example: list[Row] = [(0, 0, [11, 12, 13, 14]), (1, 0, [15, 16]), (2, 0, [17])]
     for rows in [example, *(some_rows(draw) for _ in range(20))]:
         expected = packed(rows)
@@ -219,7 +220,7 @@ def pack_last(work: Work) -> None:
 
 
 def check_context(work: Work, spare: int) -> None:
-    draw = random.Random(2)
+    draw = seeds.rng(2)
     for _ in range(20):
         rows = some_rows(draw)
         free = draw.sample(range(200), 200)
@@ -332,7 +333,7 @@ PARTS: dict[str, Any] = {"visible": attention.visible, "pack": right_pack, "cont
     uses=PARTS,
 )
 def step_example(work: Work) -> None:
-    pool, draw = spoiled_pool(16), random.Random(10)
+    pool, draw = spoiled_pool(16), seeds.rng(10)
     rows = [(i, 0, some_tokens(draw, n)) for i, n in enumerate((4, 2, 1))]
     free = draw.sample(range(16), 16)
     slot_of = {i: [free.pop() for _ in new] for i, _, new in rows}
@@ -374,7 +375,7 @@ def same_logits(work: Work, got: Any, right: Tensor, rows: Sequence[Row], what: 
 )
 def step_equals_alone(work: Work) -> None:
     for seed in range(8):
-        draw = random.Random(seed)
+        draw = seeds.rng(seed)
         texts = {number: some_tokens(draw, draw.randint(1, 14)) for number in draw.sample(range(100), 5)}
         right = {number: alone(tokens) for number, tokens in texts.items()}
         n_slots = 60
@@ -435,7 +436,7 @@ def two_steps(work: Work, texts: Sequence[list[int]], order: Sequence[int]) -> l
     uses={name: PARTS[name] for name in ("pack", "context")},
 )
 def step_leaks_nothing(work: Work) -> None:
-    draw = random.Random(3)
+    draw = seeds.rng(3)
     texts = [some_tokens(draw, n) for n in (5, 3, 8, 2)]
     before = two_steps(work, texts, range(4))
     for changed in range(4):
@@ -462,7 +463,7 @@ def step_leaks_nothing(work: Work) -> None:
     uses=PARTS,
 )
 def step_any_order(work: Work) -> None:
-    draw = random.Random(4)
+    draw = seeds.rng(4)
     texts = [some_tokens(draw, n) for n in (2, 6, 4)]
     expected = two_steps(work, texts, (0, 1, 2))
     for order in ((2, 1, 0), (1, 2, 0), (0, 2, 1)):
@@ -480,7 +481,7 @@ def step_any_order(work: Work) -> None:
     uses=PARTS,
 )
 def step_writes_its_own(work: Work) -> None:
-    draw = random.Random(5)
+    draw = seeds.rng(5)
     pool, free = spoiled_pool(40), draw.sample(range(40), 40)
     lengths = {4: 5, 9: 3, 2: 7}
     slot_of = {number: [free.pop() for _ in range(n)] for number, n in lengths.items()}
@@ -507,7 +508,7 @@ def step_writes_its_own(work: Work) -> None:
     uses=PARTS,
 )
 def step_counts(work: Work) -> None:
-    draw = random.Random(6)
+    draw = seeds.rng(6)
     texts = [some_tokens(draw, n) for n in (6, 3, 2, 9)]
     with counting(tiny(), []) as counts:
         two_steps(work, texts, range(4))
@@ -611,8 +612,8 @@ def schedule(prompts: list[list[int]], n_new: list[int], most: int) -> list[list
     uses=PARTS | {"step": right_step},
 )
 def generate_equals_alone(work: Work) -> None:
-    example = [some_tokens(random.Random(7), n) for n in (6, 2, 3, 1, 4)], [5, 1, 2, 3, 1], 2
-    for prompts, n_new, most in [example, *(some_work(random.Random(seed)) for seed in range(10))]:
+    example = [some_tokens(seeds.rng(7), n) for n in (6, 2, 3, 1, 4)], [5, 1, 2, 3, 1], 2
+    for prompts, n_new, most in [example, *(some_work(seeds.rng(seed)) for seed in range(10))]:
         what = said_work(prompts, n_new, most)
         seen: list[Tensor] = []
         hook = tiny().head.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
@@ -638,7 +639,7 @@ def generate_equals_alone(work: Work) -> None:
     uses=PARTS | {"step": right_step},
 )
 def generate_steps(work: Work) -> None:
-    draw = random.Random(7)
+    draw = seeds.rng(7)
     cases = [([some_tokens(draw, n) for n in (6, 2, 3, 1, 4)], [5, 1, 2, 3, 1], 2)]
     for prompts, n_new, most in [*cases, *(some_work(draw) for _ in range(6))]:
         with counting(tiny(), []) as counts:
@@ -659,7 +660,7 @@ def generate_steps(work: Work) -> None:
 def generate_reads(work: Work) -> None:
     heads = CONFIG.n_layers * CONFIG.n_heads
     for seed in range(30, 34):
-        prompts, n_new, most = some_work(random.Random(seed))
+        prompts, n_new, most = some_work(seeds.rng(seed))
         with counting(tiny(), []) as counts:
             outputs(work, prompts, n_new, most)
         for number, (step, texts) in enumerate(zip(counts.steps, schedule(prompts, n_new, most), strict=False), 1):
@@ -682,7 +683,7 @@ def generate_reads(work: Work) -> None:
     uses=PARTS | {"step": right_step},
 )
 def generate_memory(work: Work) -> None:
-    draw = random.Random(8)
+    draw = seeds.rng(8)
     prompts, n_new, most = [some_tokens(draw, 5) for _ in range(7)], [3] * 7, 2
     with counting(tiny(), []) as counts:
         got = outputs(work, prompts, n_new, most)
@@ -699,7 +700,7 @@ def generate_memory(work: Work) -> None:
 
 def check_scores(work: Work, function: str) -> None:
     dense = function == "scores_dense"
-    draw = random.Random(9)
+    draw = seeds.rng(9)
     cases = [([4, 2, 1], [4, 2, 1]), ([1] * 8, [100] * 8), ([100] + [1] * 7, [100] * 8), ([5], [5]), ([1], [40])]
     for _ in range(20):
         news = [draw.randint(1, 9) for _ in range(draw.randint(1, 6))]

@@ -2,7 +2,6 @@
 token is the naive stage's, with NaN in every slot that nobody may read."""
 
 import math
-import random
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minillm.attention import Attend
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.tiny import TINY
 from minillm.lab.work import Work, Wrong
@@ -39,7 +39,7 @@ BY_HAND: Queue = ([0, 0, 1, 1], [1, 5, 2, 2], 2)
 
 
 def queues(seed: int, n: int) -> Iterator[Queue]:
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for _ in range(n):
         size = draw.randint(1, 14)
         arrivals = sorted(draw.randint(0, 12) for _ in range(size))
@@ -194,7 +194,7 @@ def continuous_never_idles(work: Work) -> None:
     hint="if all slots end together, refilling one by one and refilling all at once are the same thing.",
 )
 def no_spread_no_gain(work: Work) -> None:
-    draw = random.Random(6)
+    draw = seeds.rng(6)
     for _ in range(20):
         n, slots, length = draw.randint(1, 14), draw.randint(1, 4), draw.randint(1, 9)
         queue = ([0] * n, [length] * n, slots)
@@ -242,7 +242,7 @@ class State:
 
 def states(seed: int, n: int) -> Iterator[State]:
     """Any mixture of requests that need one token, prompts half computed, and newcomers."""
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for _ in range(n):
         most = draw.randint(1, 5)
         running = []
@@ -429,7 +429,7 @@ def newcomers_join(work: Work) -> None:
     hint="a newcomer may join with a part of its prompt: one that must fit whole may wait for ever.",
 )
 def nobody_starves(work: Work) -> None:
-    draw = random.Random(15)
+    draw = seeds.rng(15)
     for _ in range(15):
         most = draw.randint(1, 4)
         everyone = [half_done(draw.choice((1, 3, 7, 20))) for _ in range(draw.randint(1, 9))]
@@ -497,7 +497,7 @@ def pasts(seed: int, n: int) -> Iterator[Past]:
     # two neighbours that end together, one by its last token and one by its limit; and one without a part in the step
     a, b, c, d = decoding(3, 2), decoding(7, 4, most=5), half_done(7, computed=3), half_done(9, computed=1)
     yield past([a, b, c, d], [(a, 1), (b, 1), (c, 2)], [EOS, 9])
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for _ in range(n):
         running = []
         for _ in range(draw.randint(1, 6)):
@@ -649,9 +649,9 @@ class Story:
         return f"{len(self.texts)} requests, budget {self.budget}, at most {self.max_running} running"
 
 
-@cache
+@seeds.cache
 def stories(seed: int, n: int) -> list[Story]:
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
 
     def text() -> Text:
         prompt = tuple(draw.randrange(10, 64) for _ in range(draw.choice((1, 2, 4, 7, 7, 12))))

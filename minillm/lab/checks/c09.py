@@ -5,11 +5,11 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 from minillm.batch import pack
 from minillm.cache import KVPool
 from minillm.kernels.gather import GatherAttend
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.checks.c08 import TINY, Plan, Story, Text, Watched, decoding, half_done, model, same_texts
 from minillm.lab.work import Work, Wrong, same
@@ -146,7 +146,7 @@ def slots_by_hand(work: Work) -> None:
     hint="go through the positions from start to stop - 1 one by one: each finds its slot by itself.",
 )
 def slots_anywhere(work: Work) -> None:
-    draw = random.Random(1)
+    draw = seeds.rng(1)
     for size in SIZES:
         for _ in range(12):
             table = draw.sample(range(30), draw.randint(1, 6))
@@ -217,7 +217,7 @@ def reserve_by_hand(work: Work) -> None:
     uses=COUNTS,
 )
 def reserve_exact(work: Work) -> None:
-    draw = random.Random(2)
+    draw = seeds.rng(2)
     for size in SIZES:
         for steps in ([1] * 17, [17], [draw.randint(1, 5) for _ in range(4)]):
             table: list[int] = []
@@ -311,7 +311,7 @@ def nothing_is_lost(work: Work) -> None:
     except Wrong as wrong:
         if "not written yet" in str(wrong):  # then this waits: it is tried with a right one
             raise Wrong("the texts of this property grow with your `reserve`, which is yet to come") from wrong
-    draw = random.Random(3)
+    draw = seeds.rng(3)
     for size in (1, 4, 7):
         everything = list(range(12))
         tables: list[list[int]] = [[] for _ in range(4)]
@@ -440,7 +440,7 @@ class World:
 
 def crowd(seed: int, n: int) -> Iterator[World]:
     """States in which some run, with their blocks, and some wait."""
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for _ in range(n):
         size = draw.choice((1, 2, 4, 7))
         running: list[Request] = []
@@ -736,7 +736,7 @@ def tight(work: Work) -> None:
 def half_way(seed: int, n: int) -> Iterator[World]:
     """States that no run from the beginning leads to with a plain queue, but one with priorities may: an older request
     half computed, a newer one that needs a single token."""
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for world in crowd(seed, n):
         for request in world.running:
             right_release(request.blocks, world.free)
@@ -815,7 +815,7 @@ def out_of_the_plan(work: Work) -> None:
 )
 @cause_first
 def every_step(work: Work) -> None:
-    draw = random.Random(11)
+    draw = seeds.rng(11)
     for _ in range(40):
         world, want = world_of(draw)
         for _ in range(MOST_STEPS):
@@ -851,7 +851,7 @@ def every_step(work: Work) -> None:
 )
 @cause_first
 def in_order(work: Work) -> None:
-    draw = random.Random(12)
+    draw = seeds.rng(12)
     for _ in range(40):
         world, want = world_of(draw)
         for _ in range(MOST_STEPS):
@@ -902,7 +902,7 @@ def no_chase(work: Work) -> None:
 )
 @cause_first
 def as_the_package(work: Work) -> None:
-    draw = random.Random(13)
+    draw = seeds.rng(13)
     for _ in range(60):
         world, want = world_of(draw)
         twins = [
@@ -943,9 +943,9 @@ class Tight(Story):
         return f"{super().__str__()}, {self.n_blocks} blocks of {self.size}"
 
 
-@cache
+@seeds.cache
 def tight_stories(n: int) -> list[Tight]:
-    draw = random.Random(21)
+    draw = seeds.rng(21)
 
     def text() -> Text:
         prompt = tuple(draw.randrange(10, 64) for _ in range(draw.choice((1, 3, 6, 7, 7, 12))))

@@ -2,7 +2,6 @@
 real engine, whose every token is the naive stage's, with NaN in every slot that is neither held nor to be found."""
 
 import math
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from minillm.engine import Engine
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.tiny import TINY
 from minillm.lab.work import Work, Wrong
@@ -213,7 +213,7 @@ def keys_of(work: Work, tokens: Sequence[int], size: int) -> list[Any]:
 def texts(seed: int, n: int) -> Iterator[tuple[Text, Text, int]]:
     """Pairs of texts of few different tokens, so that they agree in many places; and a size of block."""
     yield [1, 1, 9, 9, 5], [2, 2, 9, 9], 2
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for _ in range(n):
         size = draw.choice((1, 2, 3, 4))
         first = [draw.choice((7, 8)) for _ in range(draw.randint(0, 13))]
@@ -404,7 +404,7 @@ def compare(name: str, before: str, got: Memory, expected: Memory) -> None:
 
 def memories(seed: int, n: int) -> Iterator[tuple[Memory, list[list[int]]]]:
     """Memories in all sorts of states, and the tables in them: some free blocks can be found, some tables share."""
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for _ in range(n):
         memory = Memory.fresh(8, draw.choice((2, 4)))
         tables: list[list[int]] = []
@@ -476,7 +476,7 @@ def take_forgets(work: Work) -> None:
     hint="owners[block] += 1, and `memory.free.pop(block, None)`: who is found may be free or held by others.",
 )
 def hold_counts(work: Work) -> None:
-    draw = random.Random(13)
+    draw = seeds.rng(13)
     for memory, tables in memories(13, 80):
         resting = [block for block in memory.key_of if memory.owners[block] == 0]
         for blocks in [[], resting, *tables, [*resting[:1], *draw.choice([[], *tables])]]:
@@ -760,10 +760,10 @@ BY_HAND = (
 )
 
 
-@cache
+@seeds.cache
 def stories(seed: int, n: int) -> list[Story]:
     """Random ones: prompts that begin alike, samples, aborts, and so few blocks that they are used again and again."""
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     made = []
     for number in range(n):
         size, most = draw.choice((1, 2, 4)), draw.randint(2, 4)

@@ -19,6 +19,7 @@ from minillm.batch import Batch
 from minillm.cache import KVPool
 from minillm.config import Config
 from minillm.engine import Engine
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.work import Work, Wrong, same
 from minillm.model import Llama
@@ -231,7 +232,7 @@ def mod_of(work: Work, *args: Tensor) -> Callable[..., Any]:
 def mod_cases() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     yield laid_out([(0, 4), (0, 2), (0, 1)])
     yield laid_out([(5, 1), (0, 3)])
-    draw = random.Random(1)
+    draw = seeds.rng(1)
     for _ in range(15):
         yield laid_out(some_chunks(draw))
         sizes = draw.randint(1, 9), draw.randint(1, 9)  # in any order: an index says nothing about a position
@@ -386,7 +387,7 @@ def check_kinds(work: Work, mask: Tensor, size: int, edge: bool = False) -> None
     "texts lie side by side.",
 )
 def blocks_by_their_cells(work: Work) -> None:
-    draw = random.Random(2)
+    draw = seeds.rng(2)
     q_pos, k_pos, q_seq, k_seq = laid_out([(0, 8), (0, 4), (0, 4)])
     check_kinds(work, rule(q_pos, k_pos, q_seq, k_seq), 4)
     for _ in range(40):
@@ -402,7 +403,7 @@ def blocks_by_their_cells(work: Work) -> None:
     hint="pad the mask with False up to whole blocks, after asking `mod`; then every block is whole.",
 )
 def blocks_at_the_edge(work: Work) -> None:
-    draw = random.Random(3)
+    draw = seeds.rng(3)
     check_kinds(work, torch.ones(5, 7, dtype=torch.bool), 4, edge=True)
     for _ in range(40):
         T, S = draw.randint(1, 11), draw.randint(1, 13)
@@ -438,7 +439,7 @@ def cu_of(chunks: Chunks) -> list[Tensor]:
 
 
 def check_cu(work: Work, name: str, which: int) -> None:
-    draw = random.Random(4)
+    draw = seeds.rng(4)
     for chunks in [[(4, 2), (0, 3), (9, 1)], [(0, 5)], [(7, 1)] * 3, *(some_chunks(draw) for _ in range(20))]:
         got = tensors(work, "cu_seqlens", ("cu_q", "cu_k"), list(chunks))[which]
         expected = cu_of(chunks)[which]
@@ -501,7 +502,7 @@ def varlen_bottom_right(work: Work) -> None:
     "else is hidden. How far its queries see depends on its own t and s.",
 )
 def varlen_walls(work: Work) -> None:
-    draw = random.Random(5)
+    draw = seeds.rng(5)
     for chunks in [[(0, 4), (0, 2), (0, 1)], [(4, 2), (0, 3), (9, 1)], *(some_chunks(draw) for _ in range(30))]:
         cu_q, cu_k = cu_of(chunks)
         got = work.call("varlen_mask", cu_q, cu_k)
@@ -535,7 +536,7 @@ def check_state(got: Sequence[Tensor], expected: Sequence[Tensor], words: str) -
 
 def some_scores(seed: int, T: int, n: int, D: int = 4) -> tuple[Tensor, Tensor]:
     """Scores [T, n] of which some are -inf, so that some rows see nothing; and values [n, D]."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeds.generator(seed)
     scores = torch.randn(T, n, generator=generator, dtype=torch.float64) * 3
     hidden = torch.rand(T, n, generator=generator) < 0.3
     return scores.masked_fill(hidden, -INF), torch.randn(n, D, generator=generator, dtype=torch.float64)
@@ -674,7 +675,7 @@ def merge_far_apart(work: Work) -> None:
     hint="neither side is 'the old one': both must be multiplied by their own factor.",
 )
 def merge_in_any_order(work: Work) -> None:
-    draw = random.Random(6)
+    draw = seeds.rng(6)
     for seed in range(50, 58):
         scores, values = some_scores(seed, 2, 7)
         scores = scores.masked_fill(scores == -INF, -2.0)
@@ -691,8 +692,8 @@ def merge_in_any_order(work: Work) -> None:
 
 def some_memory(seed: int, T: int, S: int, spare: int, D: int = 4) -> tuple[Tensor, Tensor, Counted, Counted]:
     """Queries [T, D] at positions up to S - 1, one of them there; K and V [S + spare, D], whose spare rows are NaN."""
-    draw = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
+    draw = seeds.rng(seed)
+    generator = seeds.generator(seed)
     q, k, v = (torch.randn(n, D, generator=generator, dtype=torch.float64) for n in (T, S + spare, S + spare))
     k[S:] = v[S:] = NAN
     q_pos = torch.tensor(draw.sample([S - 1, *(draw.randrange(S) for _ in range(T - 1))], T))
@@ -819,8 +820,8 @@ def some_pages(
     seed: int, lengths: Sequence[int], H: int, Hkv: int, D: int = 4
 ) -> tuple[Tensor, Counted, Counted, Counted]:
     """q [N, H, D]; K and V [Hkv, slots, D], NaN in free slots; a table [N, width], garbage past each length."""
-    draw = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
+    draw = seeds.rng(seed)
+    generator = seeds.generator(seed)
     slots = sum(lengths) + 6
     free = draw.sample(range(1, slots), slots - 1)  # slot 0, where a load of a slot that is none ends, holds nothing
     table = torch.full((len(lengths), max(lengths) + 3), 10**6)
@@ -974,7 +975,7 @@ def programs_in_the_engine(work: Work) -> None:
             raise Wrong(f"paged_decode must return [G, D], here {[G, D]}; it returned {what}")
         return got
 
-    draw = random.Random(7)
+    draw = seeds.rng(7)
     prompts = [tuple(draw.randrange(2, 64) for _ in range(n)) for n in (1, 9, 4, 6)]
     engine = Spoiled(model(), max_running=3, budget=5, max_len=24, slots=partial(BlockSlots, n_slots=24, size=2))
     engine.attend = partial(ProgramAttend, program, 4)

@@ -2,7 +2,6 @@
 host that works ahead. Every token of the graph loop is the naive stage's, with NaN in every slot nobody may read."""
 
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from minillm.bench.ceiling import layer_weights
 from minillm.cache import KVPool
 from minillm.config import Config
 from minillm.kernels.gather import GatherAttend
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.tiny import TINY
 from minillm.lab.work import Work, Wrong, same
@@ -488,7 +488,7 @@ def floor_computes(work: Work) -> None:
     hint="`max(bytes / bytes_per_s, operations / flops_per_s)`.",
 )
 def floor_is_the_longer(work: Work) -> None:
-    draw = random.Random(1)
+    draw = seeds.rng(1)
     for _ in range(60):
         contexts = [draw.randint(1, 400) for _ in range(draw.randint(1, 20))]
         rows = len(contexts) + draw.choice((0, 0, 3))
@@ -563,7 +563,7 @@ def queue_device_bound(work: Work) -> None:
 )
 def queue_mixed(work: Work) -> None:
     check_queue(work, [1.0, 20.0, 1.0, 1.0, 1.0, 1.0, 1.0], 4.0)
-    draw = random.Random(2)
+    draw = seeds.rng(2)
     for _ in range(80):
         kernels = [float(draw.choice((1, 1, 2, 9, 30))) for _ in range(draw.randint(1, 12))]
         check_queue(work, kernels, float(draw.choice((0, 1, 3, 6))))
@@ -634,8 +634,8 @@ SLOTS, SCRATCH = 40, 40
 
 def scene(seed: int, lengths: Sequence[int], B: int, S: int = 12) -> Scene:
     """Texts of these lengths, new tokens included; NaN in every slot that holds nothing yet."""
-    draw = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
+    draw = seeds.rng(seed)
+    generator = seeds.generator(seed)
     pool = KVPool(model(), SLOTS, 8, S)
     pool.k.fill_(math.nan)
     pool.v.fill_(math.nan)
@@ -789,7 +789,7 @@ def filled(work: Work, static: Static, rows: list[Row]) -> None:
 
 
 def texts_of(seed: int, lengths: Sequence[int]) -> list[Row]:
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     spare = draw.sample(range(SLOTS), SLOTS)
     return [Row(draw.randrange(2, 64), [spare.pop() for _ in range(n)]) for n in lengths]
 
@@ -899,8 +899,8 @@ class Fleet:
     def __init__(self, sizes: Sequence[int], seed: int):
         s = scene(seed, (1,), 1)
         self.pool = s.pool
-        self.pool.k.normal_(generator=torch.Generator().manual_seed(seed))
-        self.pool.v.normal_(generator=torch.Generator().manual_seed(seed + 1))
+        self.pool.k.normal_(generator=seeds.generator(seed))
+        self.pool.v.normal_(generator=seeds.generator(seed + 1))
         work = partial(one_step, right_attend_static, model(), self.pool)
         self.graphs = {B: FakeGraph(work, Static.fresh(B, 12, SCRATCH)) for B in sorted(sizes, reverse=True)}
         self.eagerly = 0
@@ -1022,7 +1022,7 @@ def spoil(pool: KVPool, running: Sequence[Request]) -> None:
 
 def check_serving(work: Work, functions: Mapping[str, Callable[..., Any]], seed: int) -> None:
     """Random requests, more than the largest graph holds, and so few blocks that texts are sent away."""
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     asked: list[tuple[int, tuple[int, ...], int, bool]] = []
     for _ in range(draw.randint(5, 9)):
         prompt = tuple(draw.randrange(2, 64) for _ in range(draw.randint(1, 10)))
@@ -1141,7 +1141,7 @@ def overlap_two(work: Work) -> None:
         ([5.0, 5.0, 5.0], [2.0, 2.0, 2.0]),
     ):
         check_overlap(work, host, device)
-    draw = random.Random(3)
+    draw = seeds.rng(3)
     for _ in range(80):
         n = draw.randint(1, 8)
         check_overlap(
@@ -1170,7 +1170,7 @@ def ahead_cases() -> Iterator[tuple[dict[str, list[int]], int]]:
     yield {"a": [5, STOP], "b": [5, 6, 7, 8]}, 4
     yield {"a": [5, 6, 7, STOP], "b": [5, 6, STOP], "c": [5, 6, 7, 8, 9]}, 3
     yield {"a": [5, STOP]}, 1
-    draw = random.Random(4)
+    draw = seeds.rng(4)
     for _ in range(60):
         texts = {}
         for name in "abcdefg"[: draw.randint(1, 7)]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from minillm.engine import Engine
+from minillm.lab import seeds
 from minillm.lab.checking import holds
 from minillm.lab.tiny import TINY
 from minillm.lab.work import Work, Wrong, same
@@ -59,7 +60,7 @@ STREAMS = (
 
 def streams() -> Iterator[tuple[float, list[float]]]:
     yield from STREAMS
-    draw = random.Random(0)
+    draw = seeds.rng(0)
     for _ in range(40):
         sent = draw.randint(0, 40) / 4
         times, at = [], sent
@@ -193,7 +194,7 @@ def feed_cut(work: Work) -> None:
         for i in range(len(text) + 1):
             must_feed(work, [text[:i], text[i:]], expected)
         must_feed(work, [text[i : i + 1] for i in range(len(text))], expected)
-    draw = random.Random(1)
+    draw = seeds.rng(1)
     for text, expected in TEXTS:
         for _ in range(20):
             cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randint(1, 6)))
@@ -303,10 +304,10 @@ def wait_played(work: Work) -> None:
                 raise Wrong(f"{what}: a queue that was played waited {played:.3g} on average, got {got:.3g}")
 
 
-@cache
+@seeds.cache
 def played_wait(rate: float, services: tuple[float, ...]) -> float:
     """One server, first come, first served, by Lindley's recursion."""
-    draw = random.Random(7)
+    draw = seeds.rng(7)
     wait = total = 0.0
     n = 200_000
     for _ in range(n):
@@ -324,7 +325,7 @@ BY_HAND: Case = ([0, 1, 2, 3, 6], [4, 4, 4, 4, 4], 1, 1)
 
 def cases(seed: int, n: int) -> Iterator[Case]:
     """Whole numbers, no two events at one time that matter: arrivals are odd, and all ends are even or odd alike."""
-    draw = random.Random(seed)
+    draw = seeds.rng(seed)
     for _ in range(n):
         size = draw.randint(1, 16)
         arrivals = sorted(2 * draw.randint(0, 20) + 1 for _ in range(size))
@@ -659,7 +660,7 @@ def stages() -> Iterator[Stage]:
     yield Stage({}, [submits(Asked(1, 2, 3), Asked(2, 0, 1)), submits(Asked(3, 0, 2))])
     first, second, third = Asked(1, 0, 9), Asked(2, 1, 2), Asked(3, 0, 4)
     yield Stage({2: submits(second, third), 4: [partial(abort_command, first)]}, [submits(first), [nothing_command]])
-    draw = random.Random(5)
+    draw = seeds.rng(5)
     for _ in range(30):
         later, during, number = [], dict[int, list[Any]](), 0
         for _ in range(draw.randint(1, 4)):
@@ -1124,7 +1125,7 @@ async def read_some(n: int, stream: AsyncGenerator[Event, None]) -> list[int]:
     uses={"engine_thread": right_engine_thread},
 )
 def answer_on_engine(work: Work) -> None:
-    draw = random.Random(3)
+    draw = seeds.rng(3)
     engine = Engine(model(), slots=partial(SharedSlots, n_slots=None, size=4), max_running=4, budget=16, max_len=96)
     made = [
         make_request(
@@ -1200,7 +1201,7 @@ def chosen(work: Work, loads: list[int], draw: random.Random) -> int:
 
 
 def counts(work: Work, loads: list[int], n: int) -> Counter[int]:
-    draw = random.Random(11)
+    draw = seeds.rng(11)
     return Counter(chosen(work, loads, draw) for _ in range(n))
 
 
@@ -1230,7 +1231,7 @@ def choices_never_worst(work: Work) -> None:
 def choices_by_rank(work: Work) -> None:
     n, times = 6, 3000
     for seed in range(3):
-        loads = random.Random(seed).sample(range(0, 60, 10), n)
+        loads = seeds.rng(seed).sample(range(0, 60, 10), n)
         found = counts(work, loads, times)
         if found[loads.index(min(loads))] == times:
             raise Wrong(
@@ -1260,13 +1261,13 @@ def choices_fair(work: Work) -> None:
             raise Wrong(
                 f"five replicas with equal loads: replica {replica} was chosen {found[replica]} of 1000 times, not 200"
             )
-    if chosen(work, [3], random.Random(0)) != 0:
+    if chosen(work, [3], seeds.rng(0)) != 0:
         raise Wrong("there is one replica, number 0")
     loads = [0] * 50
     runs = []
     for other in (1, 2):
         random.seed(other)
-        draw = random.Random(4)
+        draw = seeds.rng(4)
         runs.append([chosen(work, loads, draw) for _ in range(20)])
     if runs[0] != runs[1]:
         raise Wrong("the same draw chose differently the second time: draw from `draw`, not from `random`")
@@ -1315,7 +1316,7 @@ def fleet_by_hand(work: Work) -> None:
     hint="math.ceil: rounding down or to the nearest leaves too few, and + 1 is one too many where it divides.",
 )
 def fleet_enough(work: Work) -> None:
-    draw = random.Random(9)
+    draw = seeds.rng(9)
     for _ in range(100):
         rate, seconds = draw.randint(1, 400) / 4, draw.randint(1, 64) / 16
         load, spare = draw.choice((0.25, 0.5, 0.75, 0.875)), draw.randint(0, 3)
