@@ -1,4 +1,4 @@
-"""Every planted wrong solution against the checks of its lesson: `make mutants` prints the table.
+"""Every planted wrong solution against the checks of its lesson or problem set: `make mutants` prints the table.
 
 A check that lets wrong code pass is worse than none. So each lesson has wrong solutions of the kind that learners
 write; each must be caught, by words that say what is wrong.
@@ -17,8 +17,8 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from wrong import Mutant  # noqa: E402
 
-from minillm.lab.build import LESSONS  # noqa: E402
-from minillm.lab.checking import Report, run_checks  # noqa: E402
+from minillm.lab.build import name_of, problem_sets, sources  # noqa: E402
+from minillm.lab.checking import PROBLEM_SETS, Report, run_checks  # noqa: E402
 from minillm.lab.work import Work, cells_of, defined, from_cells  # noqa: E402
 
 
@@ -36,13 +36,19 @@ class Outcome:
         return not self.caught_by or not self.said or bool(self.blamed)
 
 
+@cache
+def source_of() -> dict[str, Path]:
+    """Lessons by their numbers, problem sets as p1, p2 ..."""
+    return {name_of(path): path for path in [*sources(), *problem_sets()]}
+
+
 def lessons() -> list[str]:
-    return [path.name[:2] for path in sorted(LESSONS.glob("[0-9][0-9]_*.py"))]
+    return list(source_of())
 
 
 @cache
 def cells(lesson: str) -> tuple[Path, list[tuple[int, str]]]:
-    [path] = LESSONS.glob(f"{lesson}_*.py")
+    path = source_of()[lesson]
     return path, cells_of(path)
 
 
@@ -52,7 +58,7 @@ def reference(lesson: str) -> Work:
 
 
 def planted(lesson: str) -> list[Mutant]:
-    return list(importlib.import_module(f"wrong.c{lesson}").WRONG)
+    return list(importlib.import_module(f"wrong.{lesson if lesson in PROBLEM_SETS else 'c' + lesson}").WRONG)
 
 
 def mutated(lesson: str, mutant: Mutant) -> Work:

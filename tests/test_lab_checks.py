@@ -2,9 +2,9 @@
 
 import nbformat
 import pytest
-from mutants import lessons, outcome, planted, reference
+from mutants import lessons, outcome, planted, reference, source_of
 
-from minillm.lab.build import LESSONS, student
+from minillm.lab.build import student
 from minillm.lab.checking import properties, run_checks
 from minillm.lab.work import from_file
 
@@ -21,7 +21,7 @@ def test_the_reference_has_every_property(lesson: str):
 @pytest.mark.parametrize("lesson", lessons())
 def test_the_bare_skeleton_has_none(lesson: str, tmp_path):
     """What a student is handed fails every check, and is told that it is not written yet."""
-    [source] = LESSONS.glob(f"{lesson}_*.py")
+    source = source_of()[lesson]
     path = tmp_path / f"{source.stem}.ipynb"
     nbformat.write(student(source), path)
     report = run_checks(lesson, from_file(path))
@@ -51,5 +51,4 @@ def test_every_function_has_a_property_and_every_property_a_hint(lesson: str):
 
 
 def student_cells(lesson: str):
-    [source] = LESSONS.glob(f"{lesson}_*.py")
-    return student(source).cells
+    return student(source_of()[lesson]).cells

@@ -72,11 +72,10 @@ def check_command(lesson: str, impl: Path | None, folder: Path, write: Any) -> i
 
     properties(lesson)
     if impl is None:
-        found: Sequence[Path] = sorted(folder.glob(f"{lesson}_*.ipynb"))
+        name = f"{lesson.replace('p', 'ps')}_*.ipynb"
+        found: Sequence[Path] = sorted(folder.glob(name))
         if not found:
-            raise InputError(
-                f"there is no notebook {lesson}_*.ipynb in {folder}; run `make lab` first, or give a file with --impl"
-            )
+            raise InputError(f"there is no notebook {name} in {folder}; run `make lab`, or give a file with --impl")
         impl = found[0]
     if not impl.is_file():
         raise InputError(f"{impl} is not a file; give a notebook or a Python file")

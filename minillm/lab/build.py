@@ -12,6 +12,7 @@ every build. One cell is added to each: it installs the package where there is n
 
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ from minillm.lab.use import STUB
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = ROOT / "lessons"
 STUDENT = ROOT / "build" / "student"
+AGENTS = Path(__file__).with_name("AGENTS.md")  # for coding assistants in a learner's folder
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 BEGIN_TEXT, END_TEXT = "<!-- BEGIN SOLUTION -->", "<!-- END SOLUTION -->"
 KERNEL = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
@@ -51,14 +53,24 @@ if importlib.util.find_spec("minillm") is None:
 
 
 def sources() -> list[Path]:
+    """Of the lessons."""
     return sorted(LESSONS.glob("[0-9][0-9]_*.py"))
+
+
+def problem_sets() -> list[Path]:
+    return sorted(LESSONS.glob("problems/ps[0-9]_*.py"))
+
+
+def name_of(source: Path) -> str:
+    """The number of a lesson, 04, or p1 for a problem set: what its checks, tasks and cells are called by."""
+    return f"p{source.name[2]}" if source.name.startswith("ps") else source.name[:2]
 
 
 def solved(source: Path) -> Any:
     """The notebook of a source, not executed."""
     notebook = jupytext.reads(source.read_text("utf-8"), fmt="py:percent")
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
-    number = source.name[:2]
+    number = name_of(source)
     ids: set[str] = set()
     for i, cell in enumerate(notebook.cells, 1):
         name = cell.metadata.get("task", f"{number}.{i:02}").replace(".", "-").replace("_", "-")
@@ -201,16 +213,20 @@ def make_lessons(names: list[str]) -> int:
 
 def make_student(folder: Path = STUDENT) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    for source in sources():
+    made = [*sources(), *problem_sets()]
+    for source in made:
         nbformat.write(student(source), folder / f"{source.stem}.ipynb")
-    print(f"{len(sources())} notebooks without solutions: {folder}")
+    shutil.copy(AGENTS, folder)
+    print(f"{len(made)} notebooks without solutions: {folder}")
     return 0
 
 
 def make_lab(folder: Path) -> int:
     """The student's notebooks in a folder of the learner's own. What is there is never written over."""
     folder.mkdir(parents=True, exist_ok=True)
-    for source in sources():
+    if not (folder / AGENTS.name).exists():
+        shutil.copy(AGENTS, folder)
+    for source in [*sources(), *problem_sets()]:
         path = folder / f"{source.stem}.ipynb"
         fresh = student(source)
         if not path.exists():

@@ -116,7 +116,7 @@ class Work:
 
 def unwritten_task(message: str) -> str | None:
     """The function of a stub's message, "task 04.store: ..."; None if it is no such message."""
-    found = re.match(r"task \d\d\.(\w+):", message)
+    found = re.match(r"task (?:\d\d|p\d)\.(\w+):", message)
     return found[1] if found else None
 
 
