@@ -1,5 +1,5 @@
-"""The command line: `minillm generate`, `chat`, `check`, `weights`, `doctor`; the rest is in `cli_measure`, `cli_serve`
-and `cli_load`.
+"""The command line: `minillm generate`, `chat`, `check`, `weights`, `doctor`; the rest is in `cli_measure`,
+`cli_serve`, `cli_load` and `cli_course`.
 
 Exit codes: 0 all well · 1 something failed, see its message · 2 wrong input, said in one line · 130 Ctrl-C.
 Anything else is a bug and keeps its traceback. torch is imported inside the commands: help appears at once.
@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from minillm import cli_load, cli_measure, cli_serve
+from minillm import cli_course, cli_load, cli_measure, cli_serve
 from minillm.cli_options import (
     DEFAULT_MODEL,
     INPUT,
@@ -538,6 +538,7 @@ cli_measure.add_to(app)
 
 cli_serve.add_to(app)
 cli_load.add_to(app)
+cli_course.add_to(app)
 
 
 # ---- learning
@@ -545,23 +546,48 @@ cli_load.add_to(app)
 
 @app.command(rich_help_panel="Learn")
 def check(
-    lesson: Annotated[str, typer.Argument(help="Its number: 00 to 13.", show_default=False)],
+    lesson: Annotated[
+        str | None, typer.Argument(help="00 to 13, or p1 to p5: a problem set.", show_default=False)
+    ] = None,
     impl: Annotated[
         Path | None,
         typer.Option(help="A notebook or Python file.  [dim]\\[default: the lesson's notebook in the folder][/]"),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where your notebooks are: what `make lab` filled.")] = Path("lab"),
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE[:NAME]",
+            help="Your own engine (the final project) in place of a lesson: a module or .py file, and its class.  "
+            "[dim]\\[default name: Engine][/]",
+        ),
+    ] = None,
+    level: Annotated[int, typer.Option(help="With --engine: the level that you claim, 1 to 7.")] = 7,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="With --engine: other models and prompts.  [dim]\\[default: the public ones][/]"),
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="With --engine: write what was found here.")] = None,
 ) -> int:
     """Check what you wrote in a lesson: every property, with the reason where one does not hold.
 
-    The exit code is 1 if one does not. Nothing but your own file is checked.
+    The exit code is 1 if one does not. Nothing but your own file is checked. With --engine an engine of your own is
+    taken through seven levels, from one text to speed; 1 then means that the level you claim is not reached.
 
     [bold]Examples[/]
     $ minillm check 04
     $ minillm check 04 --impl my_cache.py
+    $ minillm check --engine my_engine:Engine --level 4
     """
+    if (lesson is None) == (engine is None):
+        raise InputError("give the number of a lesson, for example 04, or an engine with --engine; one of the two")
+    if engine is not None:
+        from minillm.lab.conformance import engine_command
+
+        return engine_command(engine, level, seed, json_path, print)
     from minillm.lab import check_command
 
+    assert lesson is not None
     return check_command(lesson, impl, folder, print)
 
 
