@@ -26,7 +26,7 @@ ifeq ($(filter cpu cuda,$(TORCH)),)
 $(error TORCH is '$(TORCH)'; it must be cpu or cuda)
 endif
 
-.PHONY: help run test serve lint lab lessons student mutants stateful soak soak-server fuzz cluster browser bench readme \
+.PHONY: help run test serve lint lab lessons student slides course bundle mutants stateful soak soak-server fuzz cluster browser bench readme \
     check-gpu weights doctor clean
 
 help: ## explain every target (this text)
@@ -47,7 +47,7 @@ lint: $(VENV)/.dev ## check style, formatting, types and spelling
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/codespell README.md lessons minillm weights/*.md
+	$(VENV)/bin/codespell README.md CHANGELOG.md .github lessons minillm weights/*.md
 
 lab: $(VENV)/.lessons $(WEIGHTS) ## put the lessons into lab/, your own folder (never written over), and open JupyterLab there
 	$(PY) -m minillm.lab.build lab $(LAB)
@@ -56,8 +56,18 @@ lab: $(VENV)/.lessons $(WEIGHTS) ## put the lessons into lab/, your own folder (
 lessons: $(VENV)/.dev $(WEIGHTS) ## run the lessons that changed and keep their outputs, or some: LESSONS='04 05'
 	$(PY) -m minillm.lab.build lessons $(LESSONS)
 
-student: $(VENV)/.dev ## make the notebooks without solutions: build/student/
+student: $(VENV)/.lessons ## make the notebooks without solutions: build/student/
 	$(PY) -m minillm.lab.build student
+
+slides: $(VENV)/.lessons ## make the slides of the lessons, build/slides/: HTML, PDF (with Chromium), notes; LESSONS='04 05'
+	$(PIP) install -q -c constraints.txt -e '.[slides]'
+	$(PIP) install -q -c constraints.txt --no-deps sphinx-revealjs
+	$(PY) -m minillm.course.slides $(LESSONS) $(ARGS)
+
+course: $(VENV)/.course ## what `minillm course` needs to make and grade assignments: see lessons/instructor/README.md
+
+bundle: $(VENV)/.lessons ## put all that a class without a network needs into build/bundle/, to carry on a stick (430 MB)
+	$(PY) -m minillm.course.bundle $(ARGS)
 
 mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it (15 minutes)
 	@mkdir -p results
@@ -158,6 +168,10 @@ $(VENV)/.dev: $(VENV)/.base
 
 $(VENV)/.lessons: $(VENV)/.base
 	$(PIP) install -c constraints.txt -e '.[lessons]'
+	@touch $@
+
+$(VENV)/.course: $(VENV)/.lessons
+	$(PIP) install -c constraints.txt -e '.[course]'
 	@touch $@
 
 $(VENV)/.serve: $(VENV)/.base
