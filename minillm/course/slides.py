@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ DECKS = LESSONS / "instructor" / "slides"
 SLIDES = ROOT / "build" / "slides"
 PAGE = Path(__file__).with_name("slides.html")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-WIDTH, HEIGHT = 1280, 720  # pixels of a slide
+WIDTH, HEIGHT, MARGIN = 1280, 720, 50  # pixels of a slide, and at its left and right
+LETTER, COLUMNS = 22, 86  # pixels of code, as in slides.html, and how many letters then fit beside each other
 
 QUOTE = re.compile(r"^@(\w+) (.+?)(?: (\d+))?$", re.MULTILINE)
 IN_TEXT = {
@@ -166,7 +167,14 @@ def renderer() -> Any:
 
 
 def markdown(text: str) -> str:
-    return str(renderer().render(text))
+    return re.sub(r"<pre>(.*?)</pre>", fitted, str(renderer().render(text)), flags=re.DOTALL)
+
+
+def fitted(pre: re.Match[str]) -> str:
+    """A drawing wider than a slide in letters that are as much smaller."""
+    longest = max(map(len, unescape(re.sub(r"<.*?>", "", pre[1])).splitlines()), default=0)
+    size = f' style="font-size: {LETTER * COLUMNS / longest:.1f}px"' if longest > COLUMNS else ""
+    return f"<pre{size}>{pre[1]}</pre>"
 
 
 def reveal(path: str) -> str:
@@ -190,12 +198,15 @@ def page(lesson: str) -> str:
         notes=reveal("plugin/notes/notes.js"),
         width=WIDTH,
         height=HEIGHT,
+        margin=MARGIN,
     )
 
 
-TOO_LARGE = """slides => slides.map(
-    (slide, i) => [i + 1, slide.scrollHeight, Math.max(...[...slide.children].map(one => one.scrollWidth))]
-)"""
+# Right edge and height of what the slide that is shown holds; those that are not shown have no size.
+SIZE = """() => {
+    const slide = Reveal.getCurrentSlide();
+    return [Math.max(...[...slide.children].map(one => one.offsetLeft + one.scrollWidth)), slide.scrollHeight];
+}"""
 
 
 def print_pdf(html: Path, folder: Path) -> list[str]:
@@ -214,16 +225,19 @@ def print_pdf(html: Path, folder: Path) -> list[str]:
         tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         tab.goto(f"{html.resolve().as_uri()}?view=plain")
         tab.wait_for_function("Reveal.isReady()")
-        sizes = tab.eval_on_selector_all(".slides > section", TOO_LARGE)
+        sizes = []
+        for i in range(tab.evaluate("Reveal.getTotalSlides()")):
+            tab.evaluate(f"Reveal.slide({i})")
+            sizes.append(tab.evaluate(SIZE))
         for name, query in ((html.stem, "print-pdf"), (f"{html.stem}-notes", "print-pdf&showNotes=separate-page")):
             tab.goto(f"{html.resolve().as_uri()}?{query}")
             tab.wait_for_selector(".pdf-page")
             tab.pdf(path=folder / f"{name}.pdf", prefer_css_page_size=True, print_background=True)
         browser.close()
     return [
-        f"{html.stem}, slide {i}: {width} x {height} do not fit into {WIDTH} x {HEIGHT}"
-        for i, height, width in sizes
-        if height > HEIGHT or width > WIDTH
+        f"{html.stem}, slide {i}: {width} x {height} do not fit into {WIDTH - MARGIN} x {HEIGHT}"
+        for i, (width, height) in enumerate(sizes, 1)
+        if height > HEIGHT or width > WIDTH - MARGIN
     ]
 
 
