@@ -135,6 +135,18 @@ def test_what_more_of_minillm_is_imported_is_mentioned(world):
     assert flag == "wrong.py imports minillm.engine, minillm.request: what is it used for?"
 
 
+def test_a_file_may_have_the_name_of_another_module(tmp_path):
+    """queue.py is a good name; and of two files of one name each is itself."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "queue.py"
+        path.write_text(f"WHO = {folder!r}\n\n\nclass Engine:\n    who = WHO\n")
+        assert load(str(path)).factory.who == folder
+    import queue
+
+    assert queue.SimpleQueue
+
+
 def test_imports_are_found_in_every_form(tmp_path):
     lines = [
         "from minillm import engine, model",

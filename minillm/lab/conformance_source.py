@@ -2,10 +2,12 @@
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import minillm
@@ -48,11 +50,12 @@ def load(spec: str) -> Source:
     path = Path(wanted)
     if wanted.endswith(".py") and not path.is_file():
         raise InputError(f"there is no file {wanted}; give a module or a .py file, for example my_engine:Engine")
-    folder, module = (path.parent, path.stem) if wanted.endswith(".py") else (Path(), wanted)
-    sys.path.insert(0, str(folder.resolve()))  # and it stays: an engine may import more when it is built
+    a_file = wanted.endswith(".py")
+    folder, module = (path.parent, path.stem) if a_file else (Path(), wanted)
+    sys.path.append(str(folder.resolve()))  # last, so that it hides nothing; it stays: an engine may import more later
     before = set(sys.modules)
     try:
-        found = importlib.import_module(module)
+        found = from_file(path) if a_file else importlib.import_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             raise InputError(f"there is no module {module} in {Path.cwd()}; give a module or a .py file") from error
@@ -64,6 +67,16 @@ def load(spec: str) -> Source:
     files = own_files(found, before)
     flags = [*imported(files), *copied(files)]
     return Source(f"{wanted}:{name}", factory, Work(wanted, {}, mine=frozenset(files)), flags)
+
+
+def from_file(path: Path) -> ModuleType:
+    """The module of this very file, whatever else has its name: queue.py is a good name for a student's file."""
+    name = path.stem if path.stem not in sys.modules else f"engine_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def own_files(module: Any, before: set[str]) -> list[str]:
