@@ -39,6 +39,7 @@ from minillm.course.gradebook import UNUSED, GradesWithReasons, Row, export_writ
 from minillm.course.marking import ABOUT, STARTED, GradeByProperties
 from minillm.course.repair import filled
 from minillm.errors import InputError, whole_number
+from minillm.lab.build import AGENTS
 
 CONFIG = "nbgrader_config.py"
 SETTINGS = '''\
@@ -145,6 +146,7 @@ def make(folder: Path, seed: int | None, only: Sequence[str], tell: Tell = print
                 raise InputError(f"{assignment.name} has submissions, and its cells have changed: use a new folder")
             raise RuntimeError(f"nbgrader could not make {assignment.name}:\n{failed}")
         tell(f"{assignment.name}: {course.folder / 'release' / assignment.name}")
+    shutil.copy(AGENTS, course.folder / "release")
     return course
 
 
