@@ -37,8 +37,9 @@ help: ## explain every target (this text)
 run: $(VENV)/.base $(WEIGHTS) ## set everything up and run the ladder: every stage on real prompts, then the table
 	$(MINILLM) ladder $(ARGS)
 
+# Two at once, each with one thread of torch: with two of them each, both would wait for each other.
 test: $(VENV)/.dev $(WEIGHTS) ## run all tests, for example ARGS='-k sampling'
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 serve: $(VENV)/.serve $(WEIGHTS) ## serve the model at http://127.0.0.1:8000: OpenAI's API, and a page with the running batch
 	$(MINILLM) serve $(ARGS)
