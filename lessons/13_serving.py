@@ -88,7 +88,7 @@ config = Config.from_folder(folder)
 # one should think. But they do not come every 111 ms. Sometimes three come together, and sometimes nobody for a
 # second. What was not done while nobody was there is lost, and the three must wait. The *load* (utilisation) is
 # arrival rate times service time, $\rho = \lambda S$. The nearer it is to 1, the rarer are the pauses in which a queue
-# can become short again: waiting grows like $1 / (1 - \rho)$, and at $\rho = 1$ without end.
+# can become short again: close to 1, waiting grows like $1 / (1 - \rho)$, and at $\rho = 1$ without end.
 #
 # **Somebody always pays.** A larger budget serves newcomers sooner, and those who are reading stand still meanwhile. A
 # longer queue refuses nobody, and makes everybody late. A slow reader must cost memory or patience: whose? A second
@@ -198,9 +198,10 @@ lab.check("13", "metrics")
 #
 # ### 2. Bytes that are cut anywhere
 #
-# Tokens travel as *server-sent events*: lines of text. An event ends with an empty line. Of its lines those count that
-# begin with `data:`, without one blank behind the colon; if there are several, they are lines of one text. A line that
-# begins with a colon is a comment, which keeps a silent connection open. Lines may end in `\n` or `\r\n`.
+# Tokens travel as *server-sent events*: lines of text. An event ends with an empty line. Of its lines only those count
+# that begin with `data:`; their text is what follows the colon, less *one* blank if there is one. If there are several,
+# they are lines of one text; an event that has none is no event. A line that begins with a colon is a comment, which
+# keeps a silent connection open. Lines may end in `\n` or `\r\n`.
 #
 # ```
 # data: {"choices": [{"text": " Paris", ...}], ...}
@@ -324,9 +325,9 @@ print(f"ttft {1e3 * ttft:.1f} ms, tpot {1e3 * tpot:.1f} ms, longest gap {1e3 * m
 lab.reveal("13.bytes", round(n_bytes / len(token_times)))
 
 # %% [markdown]
-# For a few letters go two hundred bytes and more. On the wire that is nothing: a text at 20 tokens/s needs 5 kB/s. But
-# to make, send and read such an event costs some tens of microseconds of Python, each time. A step with 256 texts
-# makes 256 of them. We will come back to this with the thousand GPUs.
+# For a few letters go two hundred bytes and more. On the wire that is nothing: a text at 20 tokens/s needs 4 to 5
+# kB/s. But to make, send and read such an event costs some tens of microseconds of Python, each time. A step with 256
+# texts makes 256 of them. We will come back to this with the thousand GPUs.
 #
 # ## Build: the queue in front
 #
@@ -375,9 +376,10 @@ lab.check("13", "mean_wait")
 #
 # ### 4. A queue with an end
 #
-# The queue of lesson 08, `continuous`, with one more rule. Who comes and finds all slots taken *and* `most_waiting`
-# others waiting already is refused, at once. A refused request takes no slot and no place. By hand, one slot, one
-# place:
+# The queue of lesson 08, `continuous` (in the package: [policies.py](../minillm/simulation/policies.py)), with one more
+# rule. Who comes and finds all slots taken *and* `most_waiting` others waiting already is refused, at once. A refused
+# request takes no slot and no place. The next cell plays 400,000 requests, so do not look through all starts for each
+# of them: those of the admitted come in order. By hand, one slot, one place:
 #
 # | request | arrives | takes | finds | |
 # |--:|--:|--:|---|---|
@@ -421,7 +423,8 @@ lab.check("13", "bounded")
 # <details><summary>Hint 2</summary>You know the start of everybody whom you have let in. Who waits when somebody
 # arrives? Those whose start is still to come.</details>
 # <details><summary>Hint 3</summary>Refuse if <code>start > arrival</code> and so many starts lie after
-# <code>arrival</code>; and leave <code>free</code> alone then.</details>
+# <code>arrival</code>; and leave <code>free</code> alone then. Starts never fall, so <code>bisect.bisect_right(starts,
+# arrival)</code> of those let in says how many have begun.</details>
 #
 # <!-- BEGIN SOLUTION -->
 # <details><summary>Worked: bounded</summary>
@@ -511,7 +514,8 @@ lab.show(
 )
 
 # %% [markdown]
-# There is no corner at which the trouble begins: each step towards 1 halves what is left and doubles the wait. And the
+# There is no corner at which the trouble begins: whenever what is left to 1 is halved, from 0.8 to 0.9 and from 0.9 to
+# 0.95, the wait doubles. And the
 # uneven work waits longest, with the same load. Outputs of language models are very uneven. Three remedies follow:
 # keep the load below 0.7 or so; make the work less uneven; or serve many at once, so that a long one does not block
 # the door. The third is what continuous batching does.
@@ -596,8 +600,8 @@ for load in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95):
 # %% [markdown]
 # Here load means something else than on one server: at 0.5 most slots are free, and nobody waits for one. What grows
 # first is *tpot*, and gently: with more rows in a step, everybody's step is longer. It cannot grow beyond that of a
-# full batch. *ttft* hardly grows as long as a slot is free. Near capacity, now and then, there is none, and then it is
-# a queue like any other: the tail of ttft leaves first, long before its median does.
+# full batch with a full budget of prompts. *ttft* hardly grows as long as a slot is free. Near capacity, now and then,
+# there is none, and then it is a queue like any other: the tail of ttft leaves first, long before its median does.
 #
 # So the two numbers tell different stories: a high tpot says "busy", a high ttft says "full". The last column is
 # Little's law put to use: the mean number of requests in the house, from how long each of them was there.
@@ -843,10 +847,11 @@ lab.check("13", "engine_thread")
 #     event_loop.call_soon_threadsafe(put, events)
 # ```
 #
-# Yours: make an `asyncio.Queue` for the request, under `queues[request]`; send the command `engine.submit(request)`;
-# yield each event from the queue; end after the one whose `finish_reason` is not None. And when it is over, *however*
-# it is over, take the queue away. If the text has not ended by then, the client has left: send
-# `engine.abort(request.id)`, so that the engine stops computing it and its blocks are free.
+# Yours: make an `asyncio.Queue` for the request, under `queues[request]`; put a command into the inbox,
+# `inbox.put(lambda engine: engine.submit(request))`; yield each event from the queue; end after the one whose
+# `finish_reason` is not None. And when it is over, *however* it is over, take the queue away. If the text has not ended
+# by then, the client has left: send the command `engine.abort(request.id)` in the same way, so that the engine stops
+# computing it and its blocks are free.
 #
 # A client that leaves shows in two ways. At a `yield`, the generator is closed (`GeneratorExit` is raised there); at an
 # `await`, the handler's task is cancelled (`CancelledError`).
@@ -934,6 +939,7 @@ def remembered(schedule=engine.scheduler.schedule):
 
 engine.scheduler.schedule = remembered
 clients = {made[0]: read_all, made[1]: dawdle, made[2]: partial(read_some, 3)}
+# serve: your engine_thread in a thread, and for each client a reader of your answer; read_some leaves after 3 tokens
 texts = in_thread(lambda: serve(engine_thread, answer, engine, clients))
 for request, name in names.items():
     steps = [i for i, plan in enumerate(plans, 1) if name in plan]
@@ -1553,12 +1559,13 @@ lab.reveal("13.caught_by", BUGS[BUG])
 #
 # - Users see ttft and tpot. tpot says how busy a server is, ttft how full. Throughput is what the owner sees; goodput
 #   is throughput that kept its promise.
-# - Waiting grows like $1 / (1 - \rho)$, with the unevenness of the work on top. There is no safe place near 1.
+# - Close to a load of 1 waiting grows like $1 / (1 - \rho)$, with the unevenness of the work on top. There is no safe
+#   place near 1.
 # - Time a request from when it was due. A closed loop measures capacity; an open loop measures what users see.
 # - A budget trades the gaps of those who read against the first token of those who come. A bounded queue trades a
 #   clear no for some against lateness for all. Past capacity only the bounded one has any goodput.
 # - One thread owns the engine. Commands wait for the end of its step; events wait in one queue for each request. So a
-#   slow reader costs its own memory, and one who leaves costs a step or two.
+#   slow reader costs its own memory, and one who leaves costs a few steps.
 # - A second replica doubles throughput, and shortens the wait only if requests go to whoever is free. Two choices are
 #   nearly as good as all. Near to the cache is worth a little crowding, not more.
 #

@@ -32,7 +32,7 @@ def mean_wait(rate, services):
 BOUNDED = """
 def bounded(arrivals, durations, slots, most_waiting):
     free = [0.0] * slots
-    starts = []
+    starts, let_in = [], []
     for i, (arrival, duration) in enumerate(zip(arrivals, durations)):
         slot = {slot}
         start = {start}
@@ -43,6 +43,7 @@ def bounded(arrivals, durations, slots, most_waiting):
             continue
         free[slot] = {freed}
         starts.append(start)
+        let_in.append(start)
     return {result}
 """
 GOODPUT = """
@@ -117,7 +118,7 @@ def mean_wait(
 def bounded(
     slot: str = "free.index(min(free))",
     start: str = "max(arrival, free[slot])",
-    waiting: str = "sum(s is not None and s > arrival for s in starts)",
+    waiting: str = "len(let_in) - bisect.bisect_right(let_in, arrival)",
     refuse: str = "start > arrival and waiting >= most_waiting",
     refused: str = "pass",
     mark: str = "None",
@@ -350,6 +351,11 @@ WRONG = [
         "all who ever waited count",
         bounded(waiting="sum(s is not None and s > a for s, a in zip(starts, arrivals))"),
         "a place is free",
+    ),
+    Mutant(
+        "all starts are looked at each time",
+        bounded(waiting="sum(s is not None and s > arrival for s in starts)"),
+        "bounded took longer than",
     ),
     Mutant("those refused count", bounded(waiting="sum(s is None or s > arrival for s in starts)"), "a place is free"),
     Mutant(
