@@ -7,14 +7,14 @@
 # It needs lessons 00 (the roofline), 01 (the file) and 02 (attention). No model and no weights: every cell runs in
 # seconds. The check tells which properties hold; the marker runs the same properties on other inputs too, of other
 # sizes, so write what the text says and not what one example needs. A property that holds counts, whether or not the
-# others do.
+# others do. But a function that holds on the shown inputs alone gets nothing for the others.
 #
 # | part | properties | public checks | other inputs | written | minutes |
 # |---|--:|--:|--:|--:|--:|
 # | 1. `read_weight` | 6 | 6 points | 2.5 points | | 60 |
 # | 2. `alibi` | 6 | 6 points | 2.5 points | | 60 |
-# | 3. Explain | | | | 3 points | 15 |
-# | together | 12 | 12 points | 5 points | 3 points | 135 |
+# | 3. Explain | | | | 3 points | 20 |
+# | together | 12 | 12 points | 5 points | 3 points | 140 |
 
 # %% tags=["setup"]
 import json
@@ -67,7 +67,7 @@ lab.start("p1")
 #
 # **A download that broke off.** A file may end before its data do. The header then promises bytes that are not there.
 # Tensors whose bytes are all there must still come. For any other, raise a `ValueError` whose message contains the name
-# of the entry that is not whole (of a packed tensor: `NAME.packed` or `NAME.scale`).
+# of the entry that is not whole (of a packed tensor `NAME.packed` or `NAME.scale`, and not the one that is whole).
 #
 # Read the file yourself, as in lesson 01; you may take over your functions from there. Helpers go into the same cell.
 
@@ -254,7 +254,7 @@ for h in range(8):
 # %% [markdown]
 # ## Explain
 #
-# Write between the quotes, in five to eight sentences. A model is stored as in problem 1, in groups of 32 columns.
+# Write between the quotes, in eight to ten sentences. A model is stored as in problem 1, in groups of 32 columns.
 #
 # 1. How many bits does a weight take, and by which factor does the ceiling of lesson 00 for decoding **one** short text
 #    rise against bfloat16, if the kernel unpacks as it reads and the arithmetic stays as it is?

@@ -7,14 +7,14 @@
 # It needs lessons 03 (a token from its probabilities and one number u), 04 (the cache) and 05 (chunks). The model is a
 # random one with two layers, in float64; every cell runs in seconds. The check tells which properties hold; the marker
 # runs the same properties on other inputs too, of other sizes. A property that holds counts, whether or not the others
-# do.
+# do. But a function that holds on the shown inputs alone gets nothing for the others.
 #
 # | part | properties | public checks | other inputs | written | minutes |
 # |---|--:|--:|--:|--:|--:|
 # | 1. `WindowAttend` | 6 | 6 points | 2.5 points | | 75 |
 # | 2. `verify` | 6 | 6 points | 2.5 points | | 60 |
-# | 3. Explain | | | | 3 points | 15 |
-# | together | 12 | 12 points | 5 points | 3 points | 150 |
+# | 3. Explain | | | | 3 points | 20 |
+# | together | 12 | 12 points | 5 points | 3 points | 155 |
 
 # %% tags=["setup"]
 import random
@@ -52,8 +52,11 @@ model = Llama.random(TINY, seed=2, dtype=torch.float64)
 # Write `WindowAttend`. It is made anew for each step and called once in each layer, as `CachedAttend` in lesson 04. All
 # that lasts from step to step is in the two memories. Which position lies in which place before the step, nobody tells
 # you; the step's first position is enough to know it, since the text began at position 0 and left out none. A step may
-# have any number of tokens, also more than W. The memories may come from another text: a place that this text has not
-# written yet may hold anything, also NaN, and must not be read.
+# have any number of tokens, also more than W: then two of them have the same place, and the later one must stay. (Do
+# not leave that to one assignment `memory[:, index] = new` whose index has a place twice. [PyTorch leaves
+# open](https://pytorch.org/docs/stable/generated/torch.Tensor.index_put_.html) which value stays then.) The memories
+# may come from another text: a place that this text has not written yet may hold anything, also NaN, and must not be
+# read.
 #
 # `attention.visible(q_pos, k_pos)` and `attention.sdpa(q, k, v, mask)` are there, as in lesson 04. The mask is
 # `[T, S]`, for any S keys in any order, and `sdpa` wants K and V as `[S, Hkv, D]`.
@@ -121,9 +124,15 @@ lab.check("p2", "WindowAttend")
 # %% [markdown]
 # ### How far does a text see?
 #
-# With a window of W = 3 a token sees itself and two others. Does the first token of a text still matter to the tenth?
-# Change it, run both texts through the model with your class, in chunks of 4, and look at which positions the final
-# hidden states differ. Guess before you run the cell: the model has two layers. (It needs your class.)
+# With a window of W = 3 a token sees itself and two others. How far does the first token of a text still matter? Change
+# it, run both texts through the model with your class, in chunks of 4, and look at which positions the final hidden
+# states differ. The model has two layers. Guess first: for W = 3, which is the last position at which they differ?
+
+# %%
+lab.predict("p2.last_position", None)
+
+# %% [markdown]
+# Now the two texts. (The cell needs your class.)
 
 
 # %%
@@ -143,14 +152,17 @@ for W in (2, 3, 4):
     apart = (hidden_of(text, W, 4) - hidden_of([text[0] + 1, *text[1:]], W, 4)).abs().amax(-1)
     differ = (apart > 0).nonzero().flatten().tolist()
     print(f"W = {W}: positions {differ} differ; layers x (W - 1) = {TINY.n_layers * (W - 1)}")
+    if W == 3:
+        lab.reveal("p2.last_position", max(differ, default=0))
 
 # %% [markdown]
 # ## Problem 2: verify a draft
 #
 # A step of decoding reads all weights for one token (lesson 04). A chunk of n tokens reads them once as well (lesson
 # 05). So let a small, fast model write n tokens ahead, the **draft**, and let the large one, the **target**, look at
-# all of them in one step. It then has its own probabilities after each. Where they are like the small one's, the draft
-# can stay: several tokens for one step (*speculative decoding*; Leviathan, Kalman and Matias 2023, [arXiv
+# all of them in one step. The step computes the last token so far and the n drafted ones: n + 1 tokens, n + 1 rows of
+# the target's own probabilities, each for the token that comes next. Where they are like the small one's, the draft can
+# stay: several tokens for one step (*speculative decoding*; Leviathan, Kalman and Matias 2023, [arXiv
 # 2211.17192](https://arxiv.org/abs/2211.17192); Chen et al. 2023, [arXiv
 # 2302.01318](https://arxiv.org/abs/2302.01318)).
 #
@@ -231,12 +243,12 @@ lab.check("p2", "verify")
 # Let the draft model be a mixture: with share a it says what the target says, else anything at all. If a drafted token
 # stays with probability s, then n drafted tokens give (1 - s^(n + 1)) / (1 - s) tokens for each step of the target. And
 # s is the sum of min(p, q) over all tokens, which is how much of the two distributions lies on top of each other. The
-# last column says how far the first tokens are from p: as far as 2,000 draws from p itself are, give or take. (The cell
-# needs your function.)
+# last column says how far the first tokens are from p: no further than 2,000 draws from p itself, which come to about
+# 0.01 to 0.02. (The cell needs your function.)
 
 # %%
 V, n, runs = 8, 4, 2000
-draw = random.Random(0)
+draw = random.Random(1)
 p_row = torch.rand(V, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
 p_row /= p_row.sum()
 print("share a   stays (s)   tokens a step: predicted, counted   first token, furthest from p")
@@ -256,9 +268,9 @@ for share in (0.0, 0.5, 0.8, 1.0):
 # %% [markdown]
 # ## Explain
 #
-# Write between the quotes, in five to eight sentences. You use a draft of n tokens in an engine: one step of the target
-# computes the n drafted tokens, at positions c .. c + n - 1, and stores their K and V. Then `verify` keeps the first j
-# of them, j < n.
+# Write between the quotes, in eight to ten sentences. You use a draft of n tokens in an engine: one step of the target
+# computes the last token at position c and the draft at c + 1 .. c + n, and stores their K and V. Then `verify` keeps j
+# of the drafted tokens, j < n, and the token that comes after them is not computed yet.
 #
 # 1. With the **full** cache of lesson 04: what must be done to the memories, and what to the count of computed tokens,
 #    so that the next step is right? Why is that enough?
@@ -272,13 +284,13 @@ lab.answer("p2.why", """ """)
 # <!-- BEGIN SOLUTION -->
 # <details><summary>A good answer</summary>
 #
-# With the full cache nothing is done to the memories. The count of computed tokens goes back to c + j. K and V of the
-# kept tokens are right, since they depend on nothing after them; what lies at c + j and behind is never looked at
-# (positions beyond the query's own are hidden), and the next step writes its own K and V over it before anybody reads
-# there. In the ring the n new tokens took the places of positions c - W .. c - W + n - 1. After going back, the next
-# token stands at c + j and must see from c + j - W + 1 on; so positions c + j - W + 1 to c + n - 1 - W are needed again
-# and are gone, n - j - 1 of them. Ways out: a ring of W + n places, in which the draft overwrites only what is outside
-# every window, for n more places of K and V; or to hold back the draft's K and V in a place of their own until `verify`
-# has decided, and store only what stays; or to save what is overwritten and put it back.
+# With the full cache nothing is done to the memories. The count of computed tokens goes back to c + j + 1: positions 0
+# to c + j. K and V of the kept tokens are right, since they depend on nothing after them; what lies behind c + j is
+# never looked at (positions beyond the query's own are hidden), and the next step writes its own K and V over it before
+# anybody reads there. In the ring the n + 1 tokens of the step took the places of positions c - W .. c - W + n. The
+# next token stands at c + j + 1 and must see from c + j - W + 2 on; so positions c + j - W + 2 to c + n - W are needed
+# again and are gone, n - j - 1 of them. Ways out: a ring of W + n places, in which the draft overwrites only what is
+# outside every window, for n more places of K and V; or to hold back the draft's K and V in a place of their own until
+# `verify` has decided, and store only what stays; or to save what is overwritten and put it back.
 # </details>
 # <!-- END SOLUTION -->

@@ -6,14 +6,15 @@
 #
 # It needs lessons 06 (pads), 07 (why a ragged batch has none) and 08 (the queue and the scheduler). There is no model
 # in it; every cell runs in seconds. The check tells which properties hold; the marker runs the same properties on other
-# inputs too, of other sizes. A property that holds counts, whether or not the others do.
+# inputs too, of other sizes. A property that holds counts, whether or not the others do. But a function that holds on
+# the shown inputs alone gets nothing for the others.
 #
 # | part | properties | public checks | other inputs | written | minutes |
 # |---|--:|--:|--:|--:|--:|
 # | 1. `plan_batches` | 6 | 6 points | 2.5 points | | 60 |
 # | 2. `FairQueue` | 6 | 6 points | 2.5 points | | 60 |
-# | 3. Explain | | | | 3 points | 15 |
-# | together | 12 | 12 points | 5 points | 3 points | 135 |
+# | 3. Explain | | | | 3 points | 20 |
+# | together | 12 | 12 points | 5 points | 3 points | 140 |
 
 # %% tags=["setup"]
 import heapq
@@ -282,7 +283,7 @@ for queue in (FirstCome(), FairQueue()):
 # %% [markdown]
 # ## Explain
 #
-# Write between the quotes, in five to eight sentences.
+# Write between the quotes, in eight to ten sentences.
 #
 # 1. `plan_batches` knows all texts beforehand. A service does not: texts come all the time, and whenever the engine is
 #    free it could plan those that wait and run the batch with the fewest pads. Who may wait for ever, and why can that

@@ -7,14 +7,15 @@
 # It needs lessons 09 (blocks, tables, who gives way) and 10 (owners, `hold`, `give_back`, `take`, copy on write). No
 # weights: the models here are tiny, and every cell runs in seconds. The check tells which properties hold; the marker
 # runs the same properties on other inputs too, so write what the text says and not what one example needs. A property
-# that holds counts, whether or not the others do.
+# that holds counts, whether or not the others do. But a function that holds on the shown inputs alone gets nothing for
+# the others.
 #
 # | part | properties | public checks | other inputs | written | minutes |
 # |---|--:|--:|--:|--:|--:|
-# | 1. `come_back` | 5 | 6 points | 2.5 points | | 50 |
+# | 1. `come_back` | 5 | 6 points | 2.5 points | | 35 |
 # | 2. `beam_step` | 5 | 6 points | 2.5 points | | 60 |
-# | 3. Explain | | | | 3 points | 20 |
-# | together | 10 | 12 points | 5 points | 3 points | 130 |
+# | 3. Explain | | | | 3 points | 25 |
+# | together | 10 | 12 points | 5 points | 3 points | 120 |
 
 # %% tags=["setup"]
 import inspect
@@ -83,7 +84,8 @@ for words, start, stop in (("the first 12 positions", 0, 12), ("the last 12 posi
 #   has taken them yet (lesson 10). They are full, and neither computed nor copied;
 # - `budget`: a step computes at most so many tokens. All steps but the last compute exactly so many;
 # - `step(n, kv_len)`: the seconds of a step that computes n tokens of this text, of which the last one is at position
-#   kv_len-1, so that the step reads kv_len positions. It was measured, and may be any function;
+#   kv_len-1, so that the step reads kv_len positions. It was measured, and may be any function: a step of 64 tokens
+#   may even be shorter than one of 60, where the kernels are made for whole tiles;
 # - `copy`: the seconds for one block over the bus. One block comes after the other, and a block that is not full is
 #   copied whole.
 #
@@ -141,16 +143,17 @@ lab.check("p4", "come_back")
 # look at the found blocks too, and a step that reads more takes longer. And a sum in place of the `max` is what you get
 # if computing has to wait for the bus, as it would with the last blocks computed and the first copied.
 #
-# Computing grows with each block and copying falls, so the rows get better and then worse: a binary search would do. A
-# text has a few hundred blocks, and comes back once in a while, so a loop is good enough.
+# If computing grew with each block, the rows would get better and then worse, and one could stop at the first worse
+# one. But a step of more tokens may be the shorter one, and then a better row comes after a worse one. A text has a few
+# hundred blocks, and comes back once in a while, so a loop over all rows is good enough.
 # </details>
 # <!-- END SOLUTION -->
 
 # %% [markdown]
-# What does it buy? The models and the device are those of lesson 13's last table. Computing reaches half of the
-# arithmetic of an H200 (790 TFLOP/s measured, one half assumed). The two ways back are assumed as well: 25 GB/s, as a
-# PCIe bus of 16 lanes gives, and 3 GB/s, as an SSD does. The text has 4,096 positions, in blocks of 16, and a step
-# takes at most 2,048 tokens. (This cell needs your function.)
+# What does it buy? Three models; the device is an H200. Computing reaches half of its arithmetic (790 TFLOP/s measured,
+# one half assumed). The two ways back are assumed as well: 25 GB/s, as a PCIe bus of 16 lanes gives, and 3 GB/s, as an
+# SSD does. The text has 4,096 positions, in blocks of 16, and a step takes at most 2,048 tokens. (This cell needs your
+# function.)
 
 # %%
 MODELS = {"135M": (134.5e6, 23_040), "1B": (1.236e9, 32_768), "8B": (8.03e9, 131_072)}  # weights, bytes a position
@@ -183,10 +186,11 @@ for name, (weights, kv_bytes) in MODELS.items():
 # memory once. Blocks with owners, as in lesson 10, do this, if the books are kept well: in each step whole texts are
 # forked, given up, and written on, all at once.
 #
-# `Memory` is the one of lesson 10, and so are `hold`, `give_back` and `take`, which are given:
+# `Memory` is the one of lesson 10, and so are `hold`, `give_back` and `take`, which are given. (Where a `key` or the
+# `index` is spoken of, it is about finding beginnings of texts, which does not matter here.)
 
 # %%
-for given in (hold, give_back, take):
+for given in (Memory, hold, give_back, take):
     print(inspect.getsource(given).replace("right_", ""))
 
 # %% [markdown]
@@ -247,8 +251,8 @@ lab.check("p4", "beam_step")
 
 # %% [markdown]
 # <details><summary>Hint 1</summary>Which continuations: one <code>topk</code> over the flattened sums [B * V]; an index
-# there is parent * V + token. Then think of the owners' counts alone, before any copy: what must be added, what taken
-# away, and in which order, so that no block that lives on has 0 owners in between?</details>
+# there is parent * V + token. Then think of the owners' counts alone, before any copy: what must be done for all,
+# before anything is taken?</details>
 # <details><summary>Hint 2</summary>Three passes: <code>hold</code> the parent's table for every child;
 # <code>give_back</code> every old table; then, for every new table, <code>take</code> what it lacks. In the third pass
 # a block with one owner is the child's own; with more, it is copied, and the old block has one owner less.</details>
@@ -268,8 +272,10 @@ lab.check("p4", "beam_step")
 # <!-- END SOLUTION -->
 
 # %% [markdown]
-# A whole search, with your function: 4 hypotheses, a prompt of 40 tokens, 24 steps, on the tiny model. How many blocks
-# do the four hold together, and how many would they hold without sharing? (This cell needs your function.)
+# A whole search, with your function: 4 hypotheses, a prompt of 40 tokens, 24 steps, on the tiny model. `search`
+# computes the prompt, and in each step calls your function, makes the moves, computes the new tokens and counts the
+# blocks that are held and copied. How many blocks do the four hold together, and how many would they hold without
+# sharing? (This cell needs your function.)
 
 # %%
 prompt = [2 + (7 * i) % 60 for i in range(40)]
@@ -290,12 +296,14 @@ print(f"The 4 texts of 24 new tokens have {len(own)} different beginnings, of {4
 # %% [markdown]
 # ## Explain
 #
-# Write it between the quotes, in about eight sentences. *A colleague turns your plan of problem 1 round: "Copy the
-# first blocks and compute the last ones. It is the same number of blocks, so it takes the same time." What is
-# overlooked, how long does it really take, and in which case is the colleague right? Then, about problem 2: a
-# hypothesis dies whose blocks stand in other tables too. Why must its blocks be neither freed nor left as they are in
-# the books, what exactly has to happen, and what would a reader of the texts notice in each of the two wrong cases, and
-# when?*
+# Write between the quotes, in eight to twelve sentences.
+#
+# 1. A colleague turns your plan of problem 1 round: "Copy the first blocks and compute the last ones. It is the same
+#    number of blocks, so it takes the same time." What is overlooked, and how long does it really take?
+# 2. For which model is the colleague right, or for which plans?
+# 3. A hypothesis of problem 2 dies whose blocks stand in other tables too. What exactly has to happen to its blocks?
+# 4. What would a reader of the texts notice if they were freed, and what if they were left in the books as they are?
+#    When?
 
 # %%
 lab.answer("p4.why", """ """)
@@ -307,12 +315,13 @@ lab.answer("p4.why", """ """)
 # K and V of a token depend, from the second layer on, on all tokens before it, through attention, which reads their K
 # and V. So the last blocks cannot be computed until the first ones have arrived: the two works come one after the
 # other, and the times add up, where in the plan of problem 1 only the longer one counts. (The last positions also read
-# the most, so their steps are the longest.) The colleague is right where one of the two parts is empty: all copied or
-# all computed; or if K and V are copied layer by layer, so that layer 0 of the last blocks can be computed while layer
-# 1 of the first is on the bus. A block in several tables loses one owner when one of them is given up, no more and no
-# less. If it is freed, it is taken for something else and written over while the other hypotheses read it: their texts
-# go astray, without an error, and only from the moment at which somebody takes the block, which may be many steps
-# later. If the count stays as it was, no text is ever wrong; but the block is never free again, so memory shrinks with
-# every step, fewer texts run, texts give way more often, and one day nothing fits any more.
+# the most, so their steps are the longest.) The colleague is right for a model of one layer, whose K and V depend on
+# the token and its position alone; and for any model where one of the two parts is empty: all copied or all computed.
+# (If K and V are copied layer by layer, layer 0 of the last blocks can be computed while layer 1 of the first is on the
+# bus, and most of the time is won back.) A block in several tables loses one owner when one of them is given up, no
+# more and no less. If it is freed, it is taken for something else and written over while the other hypotheses read it:
+# their texts go astray, without an error, and only from the moment at which somebody takes the block, which may be many
+# steps later. If the count stays as it was, no text is ever wrong; but the block is never free again, so memory shrinks
+# with every step, fewer texts run, texts give way more often, and one day nothing fits any more.
 # </details>
 # <!-- END SOLUTION -->

@@ -7,14 +7,15 @@
 # It needs lessons 10 (shared blocks), 11 (a softmax in parts), 12 (what a graph freezes; for the question) and 13
 # (ttft, goodput). No weights: everything is small, and every cell runs in seconds. The check tells which properties
 # hold; the marker runs the same properties on other inputs too, so write what the text says and not what one example
-# needs. A property that holds counts, whether or not the others do.
+# needs. A property that holds counts, whether or not the others do. But a function that holds on the shown inputs alone
+# gets nothing for the others.
 #
 # | part | properties | public checks | other inputs | written | minutes |
 # |---|--:|--:|--:|--:|--:|
 # | 1. `decode_shared` | 5 | 6 points | 2.5 points | | 70 |
 # | 2. `keep` | 5 | 6 points | 2.5 points | | 50 |
-# | 3. Explain | | | | 3 points | 20 |
-# | together | 10 | 12 points | 5 points | 3 points | 140 |
+# | 3. Explain | | | | 3 points | 25 |
+# | together | 10 | 12 points | 5 points | 3 points | 145 |
 
 # %% tags=["setup"]
 import heapq
@@ -128,9 +129,9 @@ lab.check("p5", "decode_shared")
 # <!-- END SOLUTION -->
 
 # %% [markdown]
-# How much less is read? Samples of one prompt of 512 positions, each with 64 of its own; then the four beginnings of a
-# tree: a system prompt of 256, four documents of 1,024 behind it, and two questions to each document, of 32. Slots of K
-# read in one step and layer, counted by your function, with a tiny head. (This cell needs your function.)
+# How much less is read? Samples of one prompt of 512 positions, each with 64 of its own; then a tree of beginnings: a
+# system prompt of 256, four documents of 1,024 behind it, and two questions to each document, of 32. Slots of K read in
+# one step and layer, counted by your function, with a tiny head. (This cell needs your function.)
 
 # %%
 SIZE = 16
@@ -274,11 +275,15 @@ for n in (5, 10, 20, 40, 80):
 # %% [markdown]
 # ## Explain
 #
-# Write it between the quotes, in about eight sentences. *Somebody captures your `decode_shared` for 8 texts in a CUDA
-# graph, sees that the first replay is right, and replays it in every step. What in it was decided in Python, and is
-# frozen therefore? What goes wrong in the very next step, what when a text fills its block, and what when a text ends
-# and its memory is given to another one? How would you turn these decisions into buffers of a fixed shape, and what
-# must dummies look like so that they do no harm? And for which batches would you rather not share reads at all?*
+# Write between the quotes, in eight to twelve sentences. Somebody captures your `decode_shared` for 8 texts in a CUDA
+# graph, sees that the first replay is right, and replays it in every step.
+#
+# 1. What in it was decided in Python, and is frozen therefore?
+# 2. What goes wrong in the very next step, what when a text fills its block, and what when a text ends and its memory
+#    is given to another one?
+# 3. How would you turn these decisions into buffers of a fixed shape, and what must dummies look like so that they do
+#    no harm?
+# 4. For which batches would you rather not share reads at all?
 
 # %%
 lab.answer("p5.why", """ """)

@@ -146,6 +146,16 @@ WRONG = [
         "it must raise a ValueError that names",
     ),
     Mutant(
+        "both entries are named, whichever is not whole",
+        changed(
+            READ,
+            '        packed, scale = stored(f"{name}.packed"), stored(f"{name}.scale").float()',
+            '        try:\n            packed, scale = stored(f"{name}.packed"), stored(f"{name}.scale").float()\n'
+            '        except ValueError:\n            raise ValueError(f"{name}.packed or {name}.scale is not whole")',
+        ),
+        "is whole, and is named too",
+    ),
+    Mutant(
         "the file's size compared with all that the header promises",
         changed(
             READ,

@@ -72,7 +72,7 @@ WRONG = [
     Mutant(
         "a window of W positions and its own",
         changed(WINDOW, "k_pos > positions[:, None] - W", "k_pos >= positions[:, None] - W"),
-        "looks at positions",
+        "too old: they must be hidden",
     ),
     Mutant(
         "a window one too small",
@@ -126,6 +126,20 @@ WRONG = [
             "memory[:, self.positions[: self.W] % self.W] = new[: self.W].transpose(0, 1)",
         ),
         "of the k memory position",
+    ),
+    Mutant(
+        "of a step larger than the window all are stored, some in the same place",
+        changed(
+            WINDOW,
+            "memory[:, self.positions[-self.W :] % self.W] = new[-self.W :].transpose(0, 1)",
+            "memory[:, self.positions % self.W] = new.transpose(0, 1)",
+        ),
+        "leaves open which value stays",
+    ),
+    Mutant(
+        "a step's tokens do not see themselves",
+        changed(WINDOW, "attention.visible(positions, k_pos)", "(k_pos < positions[:, None])"),
+        "missing, and it is the token's own",
     ),
     Mutant(
         "stored from place 0 on",
@@ -188,7 +202,14 @@ WRONG = [
         changed(VERIFY, ".clamp(min=0)", ".abs()"),
         "of which nothing is left",
     ),
-    Mutant("w is not stretched", changed(VERIFY, "w * running[-1]", "w"), "verify returned"),
+    Mutant("w is not stretched", changed(VERIFY, "w * running[-1]", "w"), "an id that is V"),
+    Mutant(
+        "a tensor in place of a list",
+        changed(
+            VERIFY, "return [*draft[:kept],", "return torch.tensor([*draft[:kept],", "right=True))]", "right=True))])"
+        ),
+        "verify returned Tensor",
+    ),
     Mutant(
         "w is not stretched, and cut at the last token",
         changed(

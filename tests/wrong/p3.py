@@ -205,6 +205,39 @@ def plan_batches(lengths, rows, fixed):
         changed(QUEUE, "        if not self.waiting:\n            return None\n", ""),
         "raised ValueError",
     ),
+    Mutant(
+        "nobody waits: lifted to the largest counter of all",
+        changed(QUEUE, FLOOR, "min(others) if others else max(self.counter.values(), default=0)"),
+        "pop() must return",
+    ),
+    Mutant(
+        "the last one served counts among those who wait",
+        changed(
+            QUEUE,
+            FLOOR,
+            "min(others + [self.counter[self.last]]) if self.last is not None else min(others, default=0)",
+        ),
+        "pop() must return",
+    ),
+    Mutant(
+        "the number of a push is looked up by its request",
+        changed(
+            QUEUE,
+            "self.waiting[user].append((self.pushed, request))",
+            "self.numbers = {**getattr(self, 'numbers', {}), request: self.pushed}\n"
+            "        self.waiting[user].append((self.numbers[request], request))",
+        ),
+        "raised TypeError",
+    ),
+    Mutant(
+        "a request that is false is no request",
+        changed(
+            QUEUE,
+            "        self.last = user\n",
+            "        self.last = user\n        if not request:\n            return None\n",
+        ),
+        "pop() must return",
+    ),
     Mutant("no lift", changed(QUEUE, LIFT, "pass"), "came late: it begins with the least counter"),
     Mutant("the counter is set, not lifted", changed(QUEUE, LIFT, "self.counter[user] = floor"), "and the debt stays"),
     Mutant(

@@ -188,6 +188,45 @@ def come_back(stored, found, size, budget, step, copy):
 """,
         "and come_back says",
     ),
+    Mutant(
+        "stops at the first plan that is worse than the one before",
+        come_back(better="<", result="best").replace(
+            "        if best is None",
+            "        if best is not None and seconds > best[1]:\n            break\n        if best is None",
+        ),
+        "if n %",
+    ),
+    Mutant(
+        "stops where computing takes as long as copying",
+        come_back().replace("    return best", "        if computing >= copying:\n            break\n    return best"),
+        "if n %",
+    ),
+    Mutant(
+        "halves the range: takes it that computing only grows",
+        """
+def come_back(stored, found, size, budget, step, copy):
+    start, blocks = found * size, -(-stored // size) - found
+
+    def both(computed):
+        stop = min(stored, start + computed * size)
+        ends = [min(at + budget, stop) for at in range(start, stop, budget)]
+        computing = sum(step(end - at, end) for at, end in zip(range(start, stop, budget), ends))
+        return computing, copy * (blocks - computed)
+
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high) // 2
+        computing, copying = both(middle)
+        low, high = (low, middle) if computing >= copying else (middle + 1, high)
+    return min(((n, max(both(n))) for n in (max(0, low - 1), low)), key=lambda plan: plan[1])
+""",
+        "if n %",
+    ),
+    Mutant(
+        "all computed is no plan, nor is nothing left",
+        come_back(plans="range(blocks - found)"),
+        "0 are left to compute",
+    ),
     Mutant("returns the seconds alone", come_back(result="best[1]"), "must return two numbers"),
     Mutant("hard-coded", HARD_CODED, "with 0 computed and the other"),
     # ---- beam_step

@@ -188,8 +188,8 @@ def plain(work: Work) -> None:
         same(read(work, tensors, "norm", draw.randint(0, 4)), stored.float(), f"a tensor of {dtype} {shape}", 0.0)
 
 
-def refuses(work: Work, path: Path, name: str, cut: list[str]) -> None:
-    """The function must raise a ValueError that names one of the entries that are not whole."""
+def refuses(work: Work, path: Path, name: str, cut: list[str], whole: list[str]) -> None:
+    """The function must raise a ValueError that names one of the entries that are not whole, and none that is."""
     entries = " or ".join(map(repr, cut))
     what = f"a file that ends before all data of {entries} are there: read_weight(path, {name!r})"
     function = work.function("read_weight")
@@ -201,6 +201,8 @@ def refuses(work: Work, path: Path, name: str, cut: list[str]) -> None:
         if not any(entry in str(error) for entry in cut):
             told = f"ValueError: {error}"
             raise Wrong(f"{what} raised {told}; it must raise a ValueError that names {entries}") from error
+        if named_too := [entry for entry in whole if entry in str(error)]:
+            raise Wrong(f"{what} raised ValueError: {error}; {named_too[0]!r} is whole, and is named too") from error
         return
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
@@ -235,7 +237,10 @@ def cut_short(work: Work) -> None:
                     got = work.call("read_weight", path, "early")
                     same_weight(got, first, f"a file cut in the data of {entry!r}; 'early' lies before that: weights")
                     name = entry.split(".")[0]
-                    refuses(work, path, name, [one for one in names[i:] if one.split(".")[0] == name])
+                    mine, before = (
+                        [one for one in part if one.split(".")[0] == name] for part in (names[i:], names[:i])
+                    )
+                    refuses(work, path, name, mine, before)
                 begin += tensor.nbytes
 
 

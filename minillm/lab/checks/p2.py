@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import attention
 from minillm.lab.checking import holds
@@ -50,6 +51,12 @@ def cut(draw: random.Random, n: int, most: int) -> list[int]:
     while sum(pieces) < n:
         pieces.append(min(draw.randint(1, most), n - sum(pieces)))
     return pieces
+
+
+def said(pieces: Sequence[int]) -> str:
+    if len(set(pieces)) == 1 and len(pieces) > 1:
+        return f"{len(pieces)} pieces of {pieces[0]}"
+    return f"pieces of {', '.join(map(str, pieces))}"
 
 
 def run_pieces(
@@ -115,16 +122,27 @@ def must_look(work: Work, start: int, T: int, window: int) -> None:
         if seen != expected:
             raise Wrong(
                 f"W = {window}, new tokens at {span(start, start + T)}: the one at position {p} looks at positions "
-                f"{seen}; it must look at {expected}"
+                f"{seen}; it must look at {expected}{which(seen, expected, p)}"
             )
+
+
+def which(seen: Sequence[int], expected: Sequence[int], p: int) -> str:
+    """What is too much and what is missing, in words."""
+    told = {
+        "too old: they must be hidden, since p > q_pos - W does not hold": [s for s in seen if s < min(expected)],
+        "later than the token itself, so p <= q_pos does not hold": [s for s in seen if s > p],
+        "missing, and it is the token's own": [s for s in expected if s not in seen and s == p],
+        "missing": [s for s in expected if s not in seen and s != p],
+    }
+    return "".join(f"\n{', '.join(map(str, those))}: {words}" for words, those in told.items() if those)
 
 
 @holds(
     "p2",
     "WindowAttend",
     "a single new token looks at the last W positions, its own among them, in whatever places they lie",
-    hint="work out which position lies in each place: the largest p below the step's first position with p % W equal "
-    "to the place. Compare these positions with the query's: p <= q_pos and p > q_pos - W.",
+    hint="if one is too old or missing: which position lies in each place before the step? The largest p below the "
+    "step's first position with p % W equal to the place. The step's own tokens are keys too.",
 )
 def single(work: Work) -> None:
     draw = rng(2)
@@ -137,14 +155,29 @@ def single(work: Work) -> None:
     "p2",
     "WindowAttend",
     "the first tokens of a chunk still look at positions whose places the chunk itself takes",
-    hint="here, storing first loses what is needed: attend over what the memory held before this step and the new K "
-    "and V, and store after that.",
+    hint="if some are missing: storing first loses them. Attend over what the memory held before this step and the new "
+    "K and V, and store after that.",
 )
 def chunks(work: Work) -> None:
     draw = rng(3)
     for _ in range(12):
         window = draw.randint(2, 6)
         must_look(work, draw.randint(1, 4 * window), draw.randint(2, 2 * window + 1), window)
+
+
+class NoPlaceTwice(TorchDispatchMode):
+    """Inside the block, `memory[..., index] = new` with a place twice in the index is refused: PyTorch leaves open
+    which value stays (see `Tensor.index_put_`)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_):
+            for index in args[1]:
+                if index is not None and index.dtype == torch.int64 and len(index.unique()) < index.numel():
+                    raise Wrong(
+                        "one assignment writes to some place of the memory twice, since positions that are W apart "
+                        "have the same place. PyTorch leaves open which value stays: store the last W tokens alone"
+                    )
+        return func(*args, **(kwargs or {}))
 
 
 @holds(
@@ -167,7 +200,7 @@ def lands(work: Work) -> None:
             for memory, new in zip(expected, (k, v), strict=True):
                 memory[layer, :, (start + t) % window] = new[t]
         attend = work.call("WindowAttend", *memories, torch.arange(start, start + T), changes=(0, 1))
-        with sdpa_in_words():
+        with sdpa_in_words(), NoPlaceTwice():
             attend(layer, q, k, v)
         what = f"W = {window}, after layer {layer} of a step with {span(start, start + T)}"
         for name, memory, right in zip("kv", memories, expected, strict=True):
@@ -193,7 +226,7 @@ def long_text(work: Work) -> None:
     for most in (1, 3, 5, 12):
         window, n = draw.randint(2, 6), draw.randint(20, 30)
         pieces = cut(draw, n, most)
-        what = f"a text of {n} in pieces of {', '.join(map(str, pieces))}"
+        what = f"a text of {n} in {said(pieces)}"
         run_pieces(work, random_text(draw, n), pieces, window, ring(window, 0.0), what)
 
 
@@ -201,8 +234,8 @@ def long_text(work: Work) -> None:
     "p2",
     "WindowAttend",
     "a place that this text has not written yet is not read, whatever it holds (NaN here)",
-    hint="hiding is not enough, since a weight of 0 times NaN is NaN: read the places of positions from 0 on alone. A "
-    "text may find the memory of another one.",
+    hint="if the hidden states have NaN: hiding is not enough, since a weight of 0 times NaN is NaN. Read only places "
+    "that this text has written. If they have not: look at the properties above first.",
 )
 def never_read(work: Work) -> None:
     draw = rng(6)
@@ -264,8 +297,15 @@ def verified(work: Work, given: Draft) -> list[int]:
     got, n, V = work.call("verify", *given), len(given[2]), given[0].shape[1]
     if got is None:
         raise Wrong("verify returned None: is a `return` missing?")
-    if not isinstance(got, list) or any(type(x) is not int for x in got):
-        raise Wrong(f"verify returned {got!r}; it must return a list of ints")
+    if not isinstance(got, list):  # the same words for all drafts: then it is told once
+        raise Wrong(f"verify returned {type(got).__name__}; it must return a list of ints")
+    if odd := [type(x).__name__ for x in got if type(x) is not int]:
+        raise Wrong(f"verify returned a list with {odd[0]} in it; it must return a list of ints")
+    if got and got[-1] == V and all(0 <= x < V for x in got[:-1]):
+        raise Wrong(
+            "verify returned an id that is V, the number of tokens: ids are 0 .. V - 1. "
+            "Is w stretched over the sum of the weights?"
+        )
     if not 1 <= len(got) <= n + 1 or any(not 0 <= x < V for x in got):
         raise Wrong(f"verify returned {got} for a draft of {n}: it must be 1 to {n + 1} token ids below {V}")
     return got
@@ -286,7 +326,7 @@ def keeps(work: Work) -> None:
     for given in drafts(11, 60):
         p, q, draft, u, _ = given
         got, kept = verified(work, given), kept_of(p, q, draft, u)
-        told = [f"p = {p[i, x]:.4g}, q = {q[i, x]:.4g} and u = {u[i]:.4g}" for i, x in enumerate(draft)]
+        told = [f"p = {p[i, x]:.4g}, q = {q[i, x]:.4g} and u = {u[i]!r}" for i, x in enumerate(draft)]
         for i in range(kept):
             if got[: i + 1] != draft[: i + 1] or len(got) == i + 1:
                 raise Wrong(
@@ -314,7 +354,7 @@ def one_more(work: Work) -> None:
             assert q[i, x] > 0
         u = [draft_u * 0.999 for draft_u in (0.0, 0.5, 1.0, 0.25, 0.75)][: len(draft)]
         got, expected = verified(work, (p, q, draft, u, w)), [*draft, last_of(p, q, len(draft), w)]
-        what = f"draft {draft}, where p = q, and then p = {line(p[-1])} with w = {w:.4g}"
+        what = f"draft {draft}, where p = q, and then p = {line(p[-1])} with w = {w!r}"
         same(got, expected, what)
 
 
@@ -344,7 +384,7 @@ def replaced(work: Work) -> None:
             none = ", of which nothing is left" if left[got[-1]] == 0 else ""
             raise Wrong(
                 f"p = {line(p[first])}, q = {line(q[first])}: the drafted token {x} does not stay. max(p - q, 0) = "
-                f"{line(left)}, and w = {w:.4g} of its sum falls on token {expected}; got token {got[-1]}{none}"
+                f"{line(left)}, and w = {w!r} of its sum falls on token {expected}; got token {got[-1]}{none}"
             )
 
 
@@ -369,7 +409,7 @@ def never_banned(work: Work) -> None:
         for i, token in enumerate(got):
             if p[i, token] == 0:
                 raise Wrong(
-                    f"p = {line(p[i])}, draft {draft}, u = {u}, w = {w:g}: token {i} of {got} is {token}, "
+                    f"p = {line(p[i])}, draft {draft}, u = {u}, w = {w!r}: token {i} of {got} is {token}, "
                     "which has p = 0"
                 )
 

@@ -2,7 +2,8 @@
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from minillm.lab.checking import holds
 from minillm.lab.seeds import rng
@@ -61,7 +62,10 @@ def planned(work: Work, lengths: list[int], rows: int, fixed: int) -> Batches:
     if got is None:
         raise Wrong("plan_batches returned None: is a `return` missing?")
     if not isinstance(got, list) or any(not isinstance(batch, list) for batch in got):
-        raise Wrong(f"{what}: plan_batches returned {short(got)}; it must be a list of lists of numbers of texts")
+        # the same words for all texts: then it is told once
+        kinds = sorted({type(batch).__name__ for batch in got}) if isinstance(got, list | tuple) else []
+        told = f"{type(got).__name__}{kinds and ' of ' + ', '.join(kinds) or ''}"
+        raise Wrong(f"plan_batches returned {told}; it must be a list of lists of numbers of texts")
     for batch in got:
         if not batch:
             raise Wrong(f"{what}: {short(got)} has an empty batch, a pass for nobody")
@@ -201,18 +205,18 @@ class RightQueue:
     """The rules as they stand, slowly."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[str, int]] = []
+        self.waiting: list[tuple[str, Any]] = []
         self.charged = dict.fromkeys(NAMES, 0)
         self.last: str | None = None
 
-    def push(self, user: str, request: int) -> None:
+    def push(self, user: str, request: Any) -> None:
         others = {name for name, _ in self.waiting}
         if user not in others:
             floor = min((self.charged[name] for name in others), default=self.charged[self.last] if self.last else 0)
             self.charged[user] = max(self.charged[user], floor)
         self.waiting.append((user, request))
 
-    def pop(self) -> tuple[str, int] | None:
+    def pop(self) -> tuple[str, Any] | None:
         if not self.waiting:
             return None
         least = min(self.charged[name] for name, _ in self.waiting)
@@ -228,24 +232,25 @@ class RightQueue:
 class Story:
     """Both queues side by side; what happened is told when they part."""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, request: Callable[[int], Any] = int):
         self.mine, self.right = work.call("FairQueue"), RightQueue()
         self.told: list[str] = []
-        self.number = 0
+        self.number, self.request = 0, request  # what the n-th request is
 
     def push(self, *users: str) -> None:
         for user in users:
             self.number += 1
-            self.told.append(f"push({user!r}, {self.number})")
-            self.right.push(user, self.number)
-            self.mine.push(user, self.number)
+            request = self.request(self.number)
+            self.told.append(f"push({user!r}, {request!r})")
+            self.right.push(user, request)
+            self.mine.push(user, request)
 
     def charge(self, user: str, tokens: int) -> None:
         self.told.append(f"charge({user!r}, {tokens})")
         self.right.charge(user, tokens)
         self.mine.charge(user, tokens)
 
-    def pop(self, why: str = "") -> tuple[str, int] | None:
+    def pop(self, why: str = "") -> tuple[str, Any] | None:
         state = ", ".join(f"{name} {self.right.charged[name]}" for name, _ in dict(self.right.waiting).items())
         expected, got = self.right.pop(), self.mine.pop()
         self.told.append("pop()")
@@ -257,7 +262,7 @@ class Story:
             )
         return expected
 
-    def served(self, draw: random.Random) -> tuple[str, int] | None:
+    def served(self, draw: random.Random) -> tuple[str, Any] | None:
         """One request leaves the queue, and its user pays for it."""
         if one := self.pop():
             self.charge(one[0], draw.randint(1, 30))
@@ -362,16 +367,18 @@ def no_credit(work: Work) -> None:
 )
 def nobody_waits(work: Work) -> None:
     draw = rng(15)
-    for _ in range(12):
+    for i in range(12):
         story, (first, second, third) = Story(work), draw.sample(NAMES, 3)
-        story.push(*draw.choices((first, second), k=draw.randint(1, 4)))
+        story.push(*draw.choices((first, second), k=draw.randint(1, 4)), first, second)
         while story.right.waiting:
             one = story.served(draw)
         assert one is not None
         story.charge(one[0], draw.randint(50, 90))  # while it runs
+        if i % 2:  # the last one served is not the one that had most
+            story.charge(second if one[0] == first else first, draw.randint(300, 400))
         story.push(third)
         story.charge(third, 1)
-        story.push(*draw.choices((first, second, third), k=6))
+        story.push(*draw.choices((first, second, third), k=6), first, second)
         why = f"nobody waited when {third!r} came, and {one[0]!r} had been served last"
         for _ in range(6):
             if found := story.pop(why):
@@ -381,14 +388,16 @@ def nobody_waits(work: Work) -> None:
 @holds(
     "p3",
     "FairQueue",
-    "a service in which users come, flood and go: at every turn the one whose turn it is",
+    "a service in which users come, flood and go, with requests of any kind: at every turn the one whose turn it is",
     hint="if the properties above hold, look at a user whose last request left and who comes again: is it in the "
-    "queue's books twice, or not at all? And at one who pushes again while it waits: rule 3 is not for that.",
+    "queue's books twice, or not at all? And at one who pushes again while it waits: rule 3 is not for that. A request "
+    "is only kept and given back: it may be equal to another one, or a list, or None.",
 )
 def comes_and_goes(work: Work) -> None:
     draw = rng(16)
-    for _ in range(6):
-        story, users = Story(work), draw.sample(NAMES, draw.randint(2, 5))
+    kinds: list[Callable[[int], Any]] = [int, lambda n: [n % 3], lambda n: (None, "", 0)[n % 3]]
+    for i in range(6):
+        story, users = Story(work, kinds[i % 3]), draw.sample(NAMES, draw.randint(2, 5))
         running: deque[str] = deque()
         for _ in range(80):
             if draw.random() < 0.45:

@@ -24,19 +24,23 @@ from minillm.model import Llama
 
 class Step:
     """Seconds of a step with n tokens of one text, the last of its kv_len positions. Whole numbers, so that two plans
-    are equally good or not. It remembers what it was asked."""
+    are equally good or not. It remembers what it was asked. `uneven`: added if n is no multiple of `tile`, so that a
+    step of more tokens may be the shorter one."""
 
-    def __init__(self, base: int, per_token: int, per_block: int, size: int):
+    def __init__(self, base: int, per_token: int, per_block: int, size: int, uneven: int = 0, tile: int = 1):
         self.base, self.per_token, self.per_block, self.size = base, per_token, per_block, size
+        self.uneven, self.tile = uneven, tile
         self.asked: list[tuple[int, int]] = []
 
     def __call__(self, n: int, kv_len: int) -> int:
         self.asked.append((n, kv_len))
-        return self.base + self.per_token * n + self.per_block * -(-kv_len // self.size)
+        rest = self.uneven if n % self.tile else 0
+        return self.base + self.per_token * n + self.per_block * -(-kv_len // self.size) + rest
 
     def __repr__(self) -> str:
         reads = f" + {self.per_block} * ceil(kv_len / {self.size})" if self.per_block else ""
-        return f"{self.base} + {self.per_token} * n{reads}"
+        rest = f" + ({self.uneven} if n % {self.tile} else 0)" if self.uneven else ""
+        return f"{self.base} + {self.per_token} * n{reads}{rest}"
 
     def __deepcopy__(self, memo: Any) -> "Step":
         return self  # to be asked is no change
@@ -81,15 +85,28 @@ def some_texts(seed: int, n: int) -> Iterator[Text]:
         yield stored, found, size, draw.randint(1, 3 * size + 2), step, draw.randint(1, 6 * size)
 
 
+def uneven_texts(seed: int, n: int) -> Iterator[Text]:
+    """The best plan computes four blocks, a whole tile; one, two or three of them take longer than copying all."""
+    draw = rng(seed)
+    for _ in range(n):
+        size, blocks, found = draw.choice((1, 2, 4)), draw.randint(5, 7), draw.randint(0, 2)
+        copy = draw.randint(size + 1, 3 * size + 1)
+        step = Step(0, 1, 0, size, copy * blocks + draw.randint(1, 9), 4 * size)
+        yield (found + blocks) * size, found, size, 4 * size * draw.randint(1, 2), step, copy
+
+
 def answer(work: Work, text: Text) -> tuple[int, float]:
     got = work.call("come_back", *text)
+    if got is None and text[1] == blocks_of(text):
+        raise Wrong("come_back returned None where all blocks are found: 0 are left to compute, and that is a plan too")
     if got is None:
-        raise Wrong("come_back returned None: is a `return` missing?")
-    if not isinstance(got, tuple | list) or len(got) != 2:
-        raise Wrong(f"come_back must return two numbers, (blocks, seconds); it returned {got!r} for {said(text)}")
+        raise Wrong("come_back returned None: is a `return` missing, or was no plan tried?")
+    if not isinstance(got, tuple | list) or len(got) != 2:  # the same words for all texts: then it is told once
+        raise Wrong(f"come_back must return two numbers, (blocks, seconds); it returned {type(got).__name__}")
     blocks, seconds = got
     if not isinstance(blocks, int) or isinstance(blocks, bool) or not isinstance(seconds, int | float):
-        raise Wrong(f"come_back must return whole blocks and seconds; it returned {got!r} for {said(text)}")
+        kinds = f"{type(blocks).__name__} and {type(seconds).__name__}"
+        raise Wrong(f"come_back must return whole blocks and seconds, numbers of Python; it returned {kinds}")
     if not 0 <= blocks <= blocks_of(text) - text[1]:
         raise Wrong(
             f"{said(text)}: {blocks} blocks are to be computed; {blocks_of(text)} hold the text, and {text[1]} of them "
@@ -112,14 +129,18 @@ def must_be_best(work: Work, text: Text) -> None:
             f"{said(text)}: with {blocks} computed it is back after {true} s; with {expected} it is after {least} s"
         )
     if blocks != expected:
-        raise Wrong(f"{said(text)}: {blocks} and {expected} computed take {least} s both; the smaller number is asked")
+        raise Wrong(
+            f"{said(text)}: {blocks} and {expected} computed take {least} s both; the smaller number is asked: "
+            "a later plan has to be better, not as good"
+        )
 
 
 @holds(
     "p4",
     "come_back",
     "by hand: of four blocks that are not found, two are computed while the other two are copied: 12 s",
-    hint="try every number of computed blocks from 0 to all. Both works go on at once: it takes the longer of the two.",
+    hint="try every number of computed blocks from 0 to all. Both works go on at once: it takes the longer of the two. "
+    "Write down the row of the table that the message is about.",
 )
 def back_by_hand(work: Work) -> None:
     must_be_best(work, HAND)
@@ -134,11 +155,11 @@ def back_by_hand(work: Work) -> None:
     "p4",
     "come_back",
     "never later than with any other number of blocks, for texts, blocks, budgets and machines of all kinds",
-    hint="a step takes at most `budget` tokens: cut the tokens to compute into steps, from the first on, "
-    "and the last one has what is left.",
+    hint="write down the table for the text that the message is about. Its steps have `budget` tokens each, and the "
+    "last what is left. No row follows from another: `step` may be any function.",
 )
 def back_is_best(work: Work) -> None:
-    for text in some_texts(402, 150):
+    for text in (*some_texts(402, 150), *uneven_texts(406, 20)):
         must_be_best(work, text)
 
 

@@ -273,8 +273,10 @@ def kept(work: Work, burst: Burst) -> list[int]:
     got, words = work.call("keep", *burst), burst_words(burst)
     if got is None:
         raise Wrong("keep returned None: is a `return` missing?")
-    if not isinstance(got, list | tuple) or not all(isinstance(i, int) for i in got):
-        raise Wrong(f"{words}: keep must return a list of request numbers; it returned {got!r}")
+    if not isinstance(got, list | tuple):  # the same words for all bursts: then it is told once
+        raise Wrong(f"keep must return a list of request numbers; it returned {type(got).__name__}")
+    if odd := [type(i).__name__ for i in got if not isinstance(i, int)]:
+        raise Wrong(f"keep must return a list of request numbers; it returned one with {odd[0]} in it")
     if bad := [i for i in got if not 0 <= i < len(burst[0])]:
         raise Wrong(f"{words}: there is no request {bad[0]}; keep returned {got}")
     if len(set(got)) < len(got):
