@@ -2,9 +2,12 @@
 
 import ast
 import builtins
+import functools
 import json
 import os
 import random
+import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -13,7 +16,7 @@ import torch
 
 from minillm.bench import ceiling
 from minillm.config import Config
-from minillm.course import grading, guard, handed_in, process
+from minillm.course import audit, grader, grading, guard, handed_in, process
 from minillm.course.grading import Marks, grade
 from minillm.errors import InputError
 from minillm.lab import checking
@@ -187,6 +190,16 @@ CHEATS = {
     ),
     "the setup's": (BALANCE + "return lab.checks", "lab (minillm.lab) is not for use"),
     "the source": (BALANCE + f"open({str(LESSONS / '00_tour.py')!r})", "reading /"),
+    "a forged name": (
+        "class S(str):\n    def startswith(self, *rest): return False\n" + BALANCE + "getattr(Config, S('__init__'))",
+        "getattr(..., '__init__')",
+    ),
+    "a format": (BALANCE + "text = '{0.real}'\n    return text.format(1)", "a text that reads attributes"),
+    "a timer": (BALANCE + "import torch.utils.benchmark", "import of torch.utils.benchmark"),
+    "an alias": (BALANCE + "import torch\n    t = torch\n    t.library", "torch.library"),
+    "a module": (BALANCE + "import math\n    math.pi = 3", "a change of math"),
+    "a class": (BALANCE + "import torch\n    object.__setattr__(torch, 'equal', 1)", "a change of torch"),
+    "a folder": (BALANCE + "import pathlib\n    pathlib.Path('a').mkdir()", "writing a"),
     "a file": (BALANCE + "open('/etc/passwd')", "reading /etc/passwd"),
     "writing": (BALANCE + "open('/etc/passwd', 'a')", "writing /etc/passwd"),
     "a descriptor": (BALANCE + "open(3, 'w')", "opening a descriptor"),
@@ -208,7 +221,11 @@ def test_cheating_is_told_to_the_teacher_and_stopped(tmp_path: Path):
     marks = grade(handed_in_as(tmp_path, notebook), "00")
     for name, (_, words) in CHEATS.items():
         assert any(words in flag for flag in marks.flags), (name, marks.flags)
-    assert len(marks.flags) == len(CHEATS) and not marks.refused and all(mark.public for mark in marks.marks)
+    assert (
+        len(marks.flags) == len({words for _, words in CHEATS.values()})
+        and not marks.refused
+        and all(mark.public for mark in marks.marks)
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,6 +239,16 @@ def test_cheating_is_told_to_the_teacher_and_stopped(tmp_path: Path):
         ("torch._C._x", ["_C", "_x"]),
         ("class A:\n    def __init__(self):\n        self._x = 1\n        super().__init__()\n        self._x.y", []),
         ("name.__class__.__name__", []),
+        (
+            "class A:\n    __slots__ = ('_n',)\n    def f(self):\n        self.__m = self._n\n        return self.__m",
+            [],
+        ),
+        ("object.__setattr__(self, 'x', 1)\nself.stages.package\ntorch.__version__", []),
+        ("x.__class__ = Lie", ["__class__"]),
+        ("torch.UntypedStorage.from_file", ["from_file"]),
+        ("class A:\n    def __torch_function__(self): pass", ["__torch_function__"]),
+        ("match x:\n    case str(format=f): pass", ["format"]),
+        ("type('A', (), {})", ["type with other than one argument"]),
     ],
 )
 def test_ways_out_of_a_cell_are_seen_before_it_runs(code: str, refused: list[str]):
@@ -252,15 +279,27 @@ def test_a_cell_that_leads_out_a_borrowed_function_and_memory_without_end(tmp_pa
 def test_whoever_changes_what_the_checks_stand_on_gets_nothing(tmp_path: Path):
     code = f"import torch\ntorch.equal = lambda a, b: True\n{BALANCE}{RIGHT_BALANCE}"
     marks = grade(with_cells(tmp_path, "00", balance_batch=code), "00", seed=1)
-    assert "the code changed torch.equal" in marks.refused and marks.refused in marks.flags[0]
-    assert not any(mark.public or mark.hidden for mark in marks.marks)
+    assert "a change of torch" in marks.flags[0]
+    assert not any(mark.public or mark.hidden for mark in marks.of("balance_batch"))
+
+    told: list[dict] = []
+    work = grader.Grader({"source": "mine"}, lambda **message: told.append(message)).work({"f": lambda: patch()})
+    with pytest.MonkeyPatch.context() as patcher:
+
+        def patch() -> None:
+            patcher.setattr(torch, "isclose", lambda *args: True)
+
+        work.call("f")
+    run = grading.Run("mine.ipynb", "00", None)
+    run.hear(told[0])
+    assert "f changed what compares" in run.void and not any(mark.public for mark in run.marks(run.void).marks)
 
 
 def test_every_kind_of_change_is_seen(monkeypatch: pytest.MonkeyPatch):
-    snapshot = guard.Snapshot()
+    snapshot = audit.Snapshot()
     assert snapshot.changed() == []
     with monkeypatch.context() as patch:
-        patch.setattr(builtins, "len", lambda thing: 0)
+        patch.setattr(builtins, "oct", lambda number: "")  # no other thread needs it meanwhile
         patch.setattr(random.Random, "random", lambda self: 0.5)
         patch.setattr(checking, "abs", lambda x: x, raising=False)
         patch.setattr(Config, "kv_bytes_per_token", lambda *args: 0)
@@ -271,7 +310,7 @@ def test_every_kind_of_change_is_seen(monkeypatch: pytest.MonkeyPatch):
         found = set(snapshot.changed())
         torch.set_default_dtype(torch.float32)
     assert found >= {
-        "builtins.len",
+        "builtins.oct",
         "random.Random.random",
         "minillm.lab.checking.abs",
         "minillm.config.Config.kv_bytes_per_token",
@@ -290,7 +329,74 @@ def test_the_time_of_the_whole_notebook_has_an_end(tmp_path: Path):
     assert "whole notebook" in marks.of("floor_seconds")[0].reason and "whole notebook" in marks.marks[-1].reason
 
 
+def test_unusual_and_honest_code_holds_and_a_refused_import_is_no_flag(tmp_path: Path):
+    code = """
+from __future__ import annotations
+import functools, logging, torch
+from dataclasses import dataclass
+from tqdm import tqdm
+log = logging.getLogger(__name__)
+@dataclass(frozen=True)
+class Shape:
+    stages: int
+    __slots__ = ("stages",)
+    def __init__(self, n): object.__setattr__(self, "stages", n)
+class Counter:
+    def __init__(self): self.__n = 0
+    def more(self): self.__n += 1; return self.__n
+def twice(f):
+    @functools.wraps(f)
+    def g(*args): return f(*args)
+    return g
+@twice
+@functools.cache
+def balance_batch(itemsize: float, bytes_per_s, flops_per_s) -> float:
+    for _ in tqdm([1]): log.info("%s %s", torch.__version__, Counter().more())
+    "{:.2f} {}".format(1.0, Shape(2).stages)
+    return itemsize * flops_per_s / (2 * bytes_per_s)
+"""
+    marks = grade(with_cells(tmp_path, "00", balance_batch=code, floor_seconds="import sys\n" + FLOOR + "pass"), "00")
+    assert all(mark.public for mark in marks.of("balance_batch")), marks
+    assert "import of sys" in marks.of("floor_seconds")[0].reason and not marks.flags
+
+
+def test_wraps_reads_nothing_but_what_a_function_has():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functools, "wraps", functools.wraps)
+        patch.setattr(functools, "update_wrapper", functools.update_wrapper)
+        audit.tame_functools()
+        with pytest.raises(PermissionError):
+            functools.update_wrapper(type("Catch", (), {})(), ValueError(), assigned=("__traceback__",), updated=())
+        assert functools.wraps(len)(lambda x: x).__name__ == "len"
+
+
 # ---- the channel, and the words
+
+
+def test_messages_give_no_more_time_and_a_deep_folder_is_removed():
+    code = "import os, sys\nwhile True: os.write({}, b'x' * 70000 + b'\\n')"
+    with process.scratch() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "command", lambda pipe: [sys.executable, "-c", code.format(pipe)])
+        child = process.Process({}, folder)
+        with pytest.raises(TimeoutError):
+            for message in child.messages(time.monotonic() + 0.5, 10.0):
+                assert message == {}
+        assert "ended" in child.end()
+        at = os.open(folder, os.O_RDONLY)
+        for _ in range(1100):
+            os.mkdir("a", dir_fd=at)
+            inner = os.open("a", os.O_RDONLY, dir_fd=at)
+            os.close(at)
+            at = inner
+        os.close(at)
+    assert not folder.exists()
+
+
+def test_flags_have_an_end():
+    run = grading.Run("mine.ipynb", "00", None)
+    for i in range(1000):
+        run.hear({"flag": str(i)})
+    assert len(run.flags) == grading.MOST_FLAGS
 
 
 def test_a_line_that_is_not_the_graders_is_told():

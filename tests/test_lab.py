@@ -88,6 +88,53 @@ def test_numbers_and_lists_are_compared_too():
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("got, expected", [(1.0, 2.0), ([1], [2]), ({"a": 1}, {"a": 2}), ([(1, 2)], [(3, 2)])])
+def test_a_value_that_says_it_equals_everything_is_wrong(got, expected):
+    class Lie(float):
+        def __eq__(self, other):
+            return True
+
+        def __ne__(self, other):
+            return False
+
+        __hash__ = float.__hash__
+
+    def lying(value):
+        if isinstance(value, list | tuple):
+            return type(value)(lying(one) for one in value)
+        return {key: Lie(one) for key, one in value.items()} if isinstance(value, dict) else Lie(value)
+
+    with pytest.raises(Wrong, match="a Lie, a class that Python and torch do not know"):
+        same(lying(got), expected, "x")
+
+
+def test_a_changed_model_and_a_changed_class_are_told_and_the_model_is_given_back():
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    work = work_of(
+        "class Lie(torch.Tensor): pass\n"
+        "def zero(model):\n    for p in model.parameters(): p.data.zero_()\n"
+        "def hook(model):\n    model.register_forward_hook(print)\n"
+        "def swap(x):\n    x.__class__ = Lie\n"
+    )
+    for name in ("zero", "hook"):
+        with pytest.raises(Wrong, match="changed its argument number 1"):
+            work.call(name, model)
+    assert torch.equal(model.weight, before) and not model._forward_hooks
+    with pytest.raises(Wrong, match="a Lie"):
+        work.call("swap", torch.ones(2), changes=(0,))
+
+
+def test_what_is_lent_is_of_no_use_afterwards():
+    work = work_of("def one(): return 0\ndef keep(): return one")
+    with work.replaced({"one": lambda: 1}):
+        kept = work.call("keep")
+        assert kept() == 1
+    assert work.call("one") == 0
+    with pytest.raises(RuntimeError, match="was kept from another check"):
+        kept()
+
+
 def test_a_loop_that_never_ends_is_stopped():
     work = work_of("def spin():\n    while True:\n        pass")
     with pytest.raises(Wrong, match="took longer than 0.2 s"), time_limit(0.2, "spin"):

@@ -5,72 +5,64 @@ starts it knows what was going on if it ends too early.
 """
 
 import ast
-import ctypes
 import json
 import linecache
 import os
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import unwrap
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-SHARED = 0x40000000  # CLONE_NEWNET
-AS_USER = 0x10000000  # CLONE_NEWUSER
+from minillm.course.walls import end_with_parent, limit_memory, only_files, without_network
+
+MOST_FLAGS = 50
 MOST_WORDS = 2000  # of one reason
 
 
 def main(pipe: int) -> None:
     job = json.load(sys.stdin)
     sys.stdin.close()
+    tell = speaker(pipe, job.pop("nonce"))
     without_network()
-    Grader(job, pipe).run()
+    end_with_parent()
+    only_files(job["readable"], str(Path.cwd()))
+    Grader(job, tell).run()
     os._exit(0)  # threads that a learner's code left running end with it
 
 
-def without_network() -> None:
-    """A network of its own with nobody in it, where Linux lets us. The audit refuses connections in any case."""
-    try:
-        unshare = ctypes.CDLL(None).unshare
-    except AttributeError:  # macOS
-        return
-    if unshare(SHARED) != 0:
-        unshare(AS_USER | SHARED)
+def speaker(pipe: int, nonce: str) -> Callable[..., None]:
+    """Sends messages. What makes a message ours is known to this function alone: no object and no frame has it."""
 
+    def tell(**message: Any) -> None:
+        data = (json.dumps({"nonce": nonce, **message}) + "\n").encode()
+        try:
+            while data:
+                data = data[os.write(pipe, data) :]
+        except OSError:  # nobody listens any more
+            os._exit(1)
 
-def limit_memory(more_bytes: int) -> None:
-    """Memory from now on: writable and private, as malloc and torch take it. (Addresses would be the wrong thing to
-    limit: torch maps many gigabytes that it never touches.) Linux only; elsewhere there is no limit."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        used = int(statm.read_text().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (used + more_bytes, used + more_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))
+    return tell
 
 
 class Grader:
-    def __init__(self, job: dict[str, Any], pipe: int):
-        self.job, self.pipe = job, pipe
+    def __init__(self, job: dict[str, Any], tell: Callable[..., None]):
+        self.job, self.tell = job, tell
         self.drew: set[int] = set()  # properties that drew inputs
-
-    def tell(self, **message: Any) -> None:
-        line = json.dumps({"nonce": self.job["nonce"], **message}) + "\n"
-        data = line.encode()
-        while data:
-            data = data[os.write(self.pipe, data) :]
+        self.flags: set[str] = set()
 
     def flag(self, why: str) -> None:
-        self.tell(flag=why[:MOST_WORDS])
+        if why not in self.flags and len(self.flags) < MOST_FLAGS:
+            self.flags.add(why)
+            self.tell(flag=why[:MOST_WORDS])
 
     def run(self) -> None:
         import torch
 
-        from minillm.course import guard
+        from minillm.course import audit, guard
         from minillm.lab import checking, seeds
-        from minillm.lab.work import Work
 
         torch.set_num_threads(1)
         lesson = self.job["lesson"]
@@ -79,18 +71,20 @@ class Grader:
         checking.PROPERTIES[:] = [replace(prop, run=self.watched(i, prop.run)) for i, prop in enumerate(every)]
 
         names: dict[str, Any] = {"__name__": "mine"}
+        sys.modules["mine"] = ModuleType("mine")  # dataclasses look for it where annotations are text
         for code in self.job["setup"]:
             exec(compile(code, "<setup>", "exec"), names)
         allowed = self.job["of_project"]
         guard.close(names, self.job["setup"], allowed, self.flag)
-        audit = guard.Audit(self.job["readable"], self.job["hidden"], str(Path.cwd()), self.flag)
+        events = audit.Audit(self.job["readable"], self.job["hidden"], str(Path.cwd()), self.flag)
         limit_memory(self.job["memory"])
-        snapshot = guard.Snapshot()
+        audit.tame_functools()
+        snapshot = audit.Snapshot()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # until here it told of mistakes of our own
-        audit.arm()
+        events.arm()
 
-        work = Work(self.job["source"], names)
-        self.run_cells(work, audit.mine)
+        work = self.work(names)
+        self.run_cells(work, events.mine)
         self.look(snapshot.changed())
         for phase, seed in self.job["phases"]:
             only = self.job["only"][phase]
@@ -101,6 +95,23 @@ class Grader:
                     checking.run_checks(lesson, work, only, self.teller(phase, index))
                 self.look(snapshot.changed())
         self.tell(end=True)
+
+    def work(self, names: dict[str, Any]) -> Any:
+        """The learner's functions; after each call of one, what compares is looked at: patches may undo themselves."""
+        from minillm.course.audit import tools
+        from minillm.lab.work import Work
+
+        before = tools()
+
+        class Looked(Work):
+            def call(work, name: str, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return super().call(name, *args, **kwargs)
+                finally:
+                    if any(now is not then for now, then in zip(tools(), before, strict=True)):
+                        self.tell(void=f"{name} changed what compares its results")
+
+        return Looked(self.job["source"], names)
 
     def look(self, changed: list[str]) -> None:
         if changed:
@@ -164,7 +175,7 @@ class Grader:
                 self.flag(why)
                 return why
             with time_limit(self.job["each"], where):
-                exec(compile(tree, filename, "exec"), work.names)
+                exec(compile(guard.watched().visit(tree), filename, "exec"), work.names)
         except SyntaxError as error:
             return f"{where} does not run: SyntaxError: {error.msg}, line {error.lineno}: {(error.text or '').strip()}"
         except BaseException as error:

@@ -20,18 +20,18 @@ in it: a mark is evidence, never proof. What a teacher does about it: give a see
 import json
 import re
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from minillm.course.handed_in import Refused, allowed, code_cells, made_in, source_of, submitted, task_of
-from minillm.course.process import Process, places
+from minillm.course.process import Process, places, scratch
 from minillm.errors import InputError
 from minillm.lab.checking import SECONDS, properties
 
 OTHERS = "something that is not the grader wrote to the grader's pipe"
+MOST_FLAGS = 50
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class Run:
             for cell in job["cells"]:
                 cell["skip"] = self.blamed.get(cell["function"])
             before = len(self.blamed)
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                ended = self.one_process(job, Path(folder), deadline)
+            with scratch() as folder:
+                ended = self.one_process(job, folder, deadline)
             if time.monotonic() >= deadline:
                 self.left = f"not tried: the limit of {seconds:g} s for the whole notebook was over"
                 return
@@ -182,14 +182,14 @@ class Run:
             why = "the time for the whole notebook was over" if over else f"it did not end within {job['each']:g} s"
         finally:
             how = process.end()
-        self.blame(job, last, why or how, folder)
+        if last or time.monotonic() < deadline:  # else it was too late to begin
+            self.blame(job, last, why or how, folder)
         return False
 
     def hear(self, message: dict[str, Any]) -> None:
-        if not message and OTHERS not in self.flags:
-            self.flags.append(OTHERS)
-        if "flag" in message and message["flag"] not in self.flags:
-            self.flags.append(message["flag"])
+        flag = message.get("flag") if message else OTHERS
+        if flag is not None and flag not in self.flags and len(self.flags) < MOST_FLAGS:
+            self.flags.append(flag)
         if "void" in message:
             self.void = message["void"]
         if "found" in message:

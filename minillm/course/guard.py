@@ -1,46 +1,65 @@
-"""What a learner's code may not do while it is graded.
+"""What a learner's code may not say while it is graded: names, imports and attributes.
 
 Several layers, each simple. Names: the cells run with builtins and imports of their own, and find of the project only
-what their lesson uses. Attributes: those that lead from an object to the interpreter are refused before a cell runs.
-Events: Python's audit events of files, processes, sockets and frames are refused for the whole process. A snapshot of
-what the checks stand on is compared afterwards.
+what their lesson uses. Attributes: those that lead from an object to the interpreter are refused before a cell runs;
+the others are looked at when the cell uses them (`watched`): of torch and numpy only the parts that compute are there,
+no module and no class but the learner's own can be changed, and no text is formatted that reads attributes. `audit` has
+what the whole process may do, and `walls` what the operating system lets it do.
 
-None of this is proof. Code that runs in the process of its checks can be made to reach them, and these layers only make
-that long and visible. Grades that matter need a look at what was flagged, and a question asked in person.
+None of this is proof. Code that runs in the process of its checks can be made to reach them: through classes that are
+made by hand (a metaclass, `type` under another name), through code of a library that takes a name and reads that
+attribute, or through a fault in C code. These layers only make that long and visible. Grades that matter need a look at
+what was flagged, a container without rights, and a question asked in person.
 """
 
 import ast
 import builtins
-import os
-import sys
+import importlib
+import pkgutil
+import string
 from collections.abc import Callable, Iterable
-from inspect import unwrap
-from pathlib import Path
-from types import FrameType, FunctionType, ModuleType
+from functools import cache
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
-
-import torch
 
 MODULES = frozenset(
     "__future__ abc array asyncio base64 binascii bisect cmath collections contextlib copy dataclasses datetime "
     "decimal enum fractions functools hashlib heapq io itertools json math numbers numpy operator pathlib queue random "
-    "re regex safetensors statistics string struct textwrap threading tiktoken time torch typing warnings".split()
+    "re regex statistics string struct textwrap threading time torch typing warnings".split()
 )
-REFUSED_BUILTINS = "breakpoint compile eval exec exit globals help input quit vars".split()
+# of these two, the parts that only compute
+PARTS = frozenset(
+    "torch torch.nn torch.nn.functional torch.nn.init torch.linalg torch.fft torch.special torch.random torch.testing "
+    "torch.cuda numpy numpy.linalg numpy.random numpy.fft numpy.typing numpy.lib numpy.lib.stride_tricks".split()
+)
+# and not these of their names, nor of any module: they run text, read or write files, or change what others use
+REFUSED_NAMES = frozenset(
+    "load save from_file tofile fromfile memmap compile classes ops import_ir_module import_ir_module_from_buffer "
+    "PyTorchFileReader PyTorchFileWriter singledispatch singledispatchmethod make_dataclass".split()
+)
+COMPILES = ("re", "regex")  # whose compile is another
+REFUSED_BUILTINS = "breakpoint compile eval exec exit globals help input locals quit".split()
 DUNDERS = frozenset(
     "__name__ __doc__ __class__ __init__ __post_init__ __call__ __len__ __iter__ __next__ __getitem__ __setitem__ "
     "__contains__ __enter__ __exit__ __aenter__ __aexit__ __eq__ __lt__ __hash__ __repr__ __str__ __new__ "
-    "_replace _asdict _fields".split()
+    "__slots__ __version__ _replace _asdict _fields".split()
 )
 # attributes that lead to modules outside MODULES, to frames, or to what runs text as code
 REFUSED_ATTRIBUTES = frozenset(
     "os sys subprocess inspect builtins bltns importlib ctypes ctypeslib gc socket multiprocessing linecache pickle "
-    "unittest runpy lab stages jit hub fx package cpp_extension attrgetter methodcaller get_type_hints ForwardRef "
+    "unittest runpy from_file tofile attrgetter methodcaller get_type_hints ForwardRef "
     "Formatter get_field runstring settrace setprofile excepthook exc_traceback get_stack "
     "tb_frame tb_next f_back f_globals f_locals f_builtins f_code gi_frame gi_code cr_frame cr_code ag_frame ag_code "
     "func_globals func_code".split()
 )
-PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+# methods by which an object passes for what it is not
+REFUSED_METHODS = frozenset(
+    "__prepare__ __instancecheck__ __subclasscheck__ __reduce__ __reduce_ex__ __torch_function__ __torch_dispatch__ "
+    "__array_function__ __class__ __dict__".split()
+)
+SETTERS = ("__setattr__", "__delattr__")
+FORMATS = ("format", "format_map")
+SEE, CHANGE = "__see__", "__change__"  # what `watched` puts into a cell
 OWN = "your own code is what is graded"
 
 
@@ -66,20 +85,93 @@ class Absent:
 
 
 def unseemly(tree: ast.AST) -> list[str]:
-    """Attributes in a cell that lead out of it; `_x` is fine where the cell itself makes it."""
-    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    used = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    used += [name for node in ast.walk(tree) if isinstance(node, ast.MatchClass) for name in node.kwd_attrs]
-    used += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id.startswith("__")]
-    return sorted({name for name in used if leads_out(name, own)})
+    """What in a cell leads out of it; `_x` is fine where the cell itself makes it."""
+    nodes = list(ast.walk(tree))
+    own = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {name for node in nodes for name in slots(node)}
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call) and node.args and plain(node.args[0])}
+    used, found = [], []
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            if node.attr in SETTERS and id(node) in called:
+                continue  # looked at when it runs
+            used.append(node.attr)
+            found += [node.attr] * (node.attr == "__class__" and not isinstance(node.ctx, ast.Load))
+        elif isinstance(node, ast.MatchClass):
+            used += node.kwd_attrs
+            found += [name for name in node.kwd_attrs if name in REFUSED_NAMES or name in FORMATS]
+        elif isinstance(node, ast.Name) and node.id.startswith("__"):
+            used.append(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found += [node.name] * (node.name in (*REFUSED_METHODS, SEE, CHANGE))
+        elif isinstance(node, ast.arg | ast.alias):
+            name = node.arg if isinstance(node, ast.arg) else node.asname
+            found += [name] if name in (SEE, CHANGE) else []
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type":
+            found += ["type with other than one argument"] * (len(node.args) != 1)
+    return sorted({name for name in used if leads_out(name, own)} | set(found))
+
+
+def plain(argument: ast.expr) -> bool:
+    return not isinstance(argument, ast.Starred)
+
+
+def slots(node: ast.AST) -> list[str]:
+    if not isinstance(node, ast.Assign) or [ast.unparse(one) for one in node.targets] != ["__slots__"]:
+        return []
+    return [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
 
 
 def leads_out(name: str, own: Iterable[str] = ()) -> bool:
-    if name.startswith("__"):  # also where the cell makes it: `__builtins__ = ...`
+    if name.startswith("__") and name.endswith("__"):  # also where the cell makes it: `__builtins__ = ...`
         return name not in DUNDERS
     return name in REFUSED_ATTRIBUTES or (name.startswith("_") and name not in DUNDERS and name not in own)
+
+
+class watched(ast.NodeTransformer):
+    """`x.name` becomes `__see__(x, "name").name`, and `x.name = y` becomes `__change__(x).name = y`."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.ctx, ast.Load):
+            node.value = self.through(SEE, node.value, ast.Constant(node.attr))
+        else:
+            node.value = self.through(CHANGE, node.value)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        setter = isinstance(node.func, ast.Attribute) and node.func.attr in SETTERS
+        self.generic_visit(node)
+        if setter:
+            node.args[0] = self.through(CHANGE, node.args[0])
+        return node
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> ast.AST:  # its class must stay a name
+        node.patterns = [self.visit(one) for one in node.patterns]
+        node.kwd_patterns = [self.visit(one) for one in node.kwd_patterns]
+        return node
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        self.as_text = any(isinstance(one, ast.ImportFrom) and one.module == "__future__" for one in node.body)
+        return self.generic_visit(node)
+
+    def visit(self, node: ast.AST) -> Any:
+        if getattr(self, "as_text", False):  # annotations are kept as text: nothing runs there
+            if isinstance(node, ast.AnnAssign):
+                node.target, node.value = self.visit(node.target), node.value and self.visit(node.value)
+                return node
+            if isinstance(node, ast.arg):
+                return node
+        return super().visit(node)
+
+    def through(self, function: str, *args: ast.expr) -> ast.expr:
+        call = ast.Call(ast.Name(function, ast.Load()), list(args), [])
+        return ast.fix_missing_locations(ast.copy_location(call, args[0]))
+
+
+# ---- modules
 
 
 def may_import(dotted: str, of_project: Iterable[str]) -> bool:
@@ -87,7 +179,35 @@ def may_import(dotted: str, of_project: Iterable[str]) -> bool:
     root, *rest = dotted.split(".")
     if root == "minillm":
         return any(dotted == one or dotted.startswith(f"{one}.") for one in of_project)
-    return root in MODULES and not any(leads_out(name) for name in rest)
+    if root not in MODULES or any(leads_out(name) for name in rest):
+        return False
+    module, where = importlib.import_module(root), root
+    for name in rest:
+        inner = vars(module).get(name)
+        part = isinstance(inner, ModuleType) or name in parts_of(module)
+        if refused_name(root, name) or (part and not may_use(f"{where}.{name}")):
+            return False
+        if not isinstance(inner, ModuleType):
+            break
+        module, where = inner, inner.__name__
+        if not may_use(where):
+            return False
+    return True
+
+
+def may_use(module: str) -> bool:
+    root = module.split(".")[0]
+    return module in PARTS if root in ("torch", "numpy") else root in MODULES
+
+
+def refused_name(root: str, name: str) -> bool:
+    return name in REFUSED_NAMES and not (name == "compile" and root in COMPILES) and root != "json"
+
+
+@cache
+def parts_of(module: ModuleType) -> frozenset[str]:
+    """Names of the modules in a package, also of those that it imports when they are asked for."""
+    return frozenset(one.name for one in pkgutil.iter_modules(getattr(module, "__path__", [])))
 
 
 def imported(code: str) -> dict[str, str]:
@@ -127,181 +247,105 @@ def guarded_builtins(of_project: Iterable[str], tell: Callable[[str], None]) -> 
         tell(why)
         raise PermissionError(why)
 
+    seen: set[tuple[str, str]] = set()
+
+    def see(thing: Any, name: str) -> Any:
+        """`thing`, if its attribute of that name may be used."""
+        kind = type(thing)
+        if issubclass(kind, ModuleType) and (thing.__name__, name) not in seen:
+            where = thing.__name__
+            if not may_import(where, of_project) or (name not in DUNDERS and not may_see(thing, name)):
+                refuse(f"{where}.{name}: a task's cell may not use it when it is graded")
+            seen.add((where, name))
+        elif name in FORMATS and (issubclass(kind, str) or (issubclass(kind, type) and issubclass(thing, str))):
+            if kind is not str or reads_attributes(thing):
+                refuse(f".{name}() of a text that reads attributes: not allowed when it is graded; an f-string may")
+        return thing
+
+    def may_see(module: ModuleType, name: str) -> bool:
+        value = vars(module).get(name)
+        if isinstance(value, ModuleType):
+            return may_import(value.__name__, of_project) and not leads_out(name)
+        return module.__name__.startswith("minillm") or may_import(f"{module.__name__}.{name}", of_project)
+
+    def change(thing: Any) -> Any:
+        """`thing`, if its attributes may be set: no module's, and of classes and functions only the learner's own."""
+        kind = type(thing)
+        if issubclass(kind, ModuleType) or (issubclass(kind, type) and not made_here(thing)):
+            refuse(f"a change of {thing.__name__}: only your own names may be changed when it is graded")
+        return thing
+
     def imports(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if name.split(".")[0] in QUIET and not level:
+            return quiet(name.split(".")[0])
         wanted = [f"{name}.{part}" for part in fromlist or () if part != "*"] or [name]
-        if isinstance(
-            fromlist, list
-        ):  # no statement, which has a tuple: C code of numpy or torch that needs a part of it
+        if isinstance(fromlist, list):  # C code of numpy or torch that needs a part of it; a statement has a tuple
             wanted = [name.split(".")[0]]
+        elif "*" in (fromlist or ()) and name.split(".")[0] in ("torch", "numpy"):
+            wanted = [f"{name}._all_"]
         for dotted in wanted:
             if level or not may_import(dotted, of_project):
-                refuse(f"import of {dotted}: a task's cell may not use it when it is graded; {OWN}")
+                why = f"import of {dotted}: a task's cell may not use it when it is graded; {OWN}"
+                if name == "sys":  # printing to sys.stderr is no cheating
+                    raise PermissionError(f"{why}. Leave `sys` out of the cell: `print` is there")
+                refuse(why)
         return __import__(name, globals, locals, fromlist, level)
 
     def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(thing: Any, name: str, *rest: Any) -> Any:
-            if isinstance(name, str) and (leads_out(name) or name.startswith("_")):
+            if type(name) is not str or leads_out(name) or name.startswith("_"):
                 refuse(f"{function.__name__}(..., {name!r}): not allowed when it is graded")
-            return function(thing, name, *rest)
+            if function in (setattr, delattr):
+                change(thing)
+            return function(see(thing, name), name, *rest)
 
         return call
 
+    def own_vars(thing: Any) -> Any:
+        if not made_here(type(thing)):
+            refuse("vars of what is not your own: not allowed when it is graded")
+        return vars(thing)
+
     found = dict(vars(builtins))
-    found["__import__"] = imports
+    found |= {"__import__": imports, "vars": own_vars, SEE: see, CHANGE: change}
     found.update({name: checked(found[name]) for name in ("getattr", "hasattr", "setattr", "delattr")})
     for name in REFUSED_BUILTINS:
         found[name] = Absent(f"{name}: not allowed when it is graded", tell)
     return found
 
 
-# ---- what the whole process may do
-
-REFUSED_EVENTS = {
-    "socket.": "connections",
-    "subprocess.": "starting a process",
-    "os.system": "starting a process",
-    "os.exec": "starting a process",
-    "os.fork": "starting a process",
-    "os.posix_spawn": "starting a process",
-    "os.spawn": "starting a process",
-    "pty.": "starting a process",
-    "os.kill": "signals",
-    "signal.": "signals",
-    "ctypes.": "calls into the C library",
-    "gc.": "a look at all objects",
-    "sys._current_": "a look at other frames",
-    "sys.settrace": "tracing",
-    "sys.setprofile": "tracing",
-    "code.__new__": "code made by hand",
-    "pickle.find_class": "unpickling",
-    "resource.": "other limits",
-}
-HARMLESS_EVENTS = ("socket.__new__", "socket.gethostname")  # an event loop's pair of ends; nothing leaves by it
-WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+def made_here(kind: type) -> bool:
+    return vars(kind).get("__module__") == "mine"
 
 
-class Audit:
-    """Refuses events once it is armed; there is no way back. `mine` are the file names of the learner's cells."""
-
-    def __init__(self, readable: Iterable[str], hidden: Iterable[str], writable: str, tell: Callable[[str], None]):
-        self.readable = tuple(folder(path) for path in (*readable, writable))
-        self.hidden = tuple(folder(path) for path in hidden)
-        self.writable = folder(writable)
-        self.tell = tell
-        self.mine: set[str] = set()
-
-    def arm(self) -> None:
-        sys.addaudithook(self.hook)
-
-    def hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            path, mode, flags = args
-            writes = any(letter in (mode or "") for letter in "wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR)
-            self.file(path, bool(writes))
-        elif event in WRITES:
-            for path in args[: 2 if event in ("os.rename", "os.link") else 1]:
-                self.file(path, True)
-        else:
-            for prefix, what in REFUSED_EVENTS.items():
-                if event.startswith(prefix) and event not in HARMLESS_EVENTS and self.whose() != "project":
-                    self.refuse(f"{what} ({event}): not allowed when it is graded")
-
-    def file(self, path: Any, writes: bool) -> None:
-        if path is None or isinstance(path, int):  # an open descriptor, as tempfile has them
-            if self.whose() == "learner":
-                self.refuse("opening a descriptor by its number: not allowed when it is graded")
-            return
-        real = os.path.realpath(os.fsdecode(path))
-        inside = f"{real}{os.sep}"
-        if real == os.devnull or (not writes and real == "/dev/urandom"):
-            return
-        if writes and not inside.startswith(self.writable):
-            self.refuse(f"writing {os.fsdecode(path)}: only the folder for temporary files may be written")
-        if inside.startswith(self.hidden) or not inside.startswith(self.readable):
-            self.refuse(f"reading {os.fsdecode(path)}: not allowed when it is graded")
-
-    def refuse(self, why: str) -> NoReturn:
-        if self.whose() == "learner":  # else it is Python itself, that looks for a line to show
-            self.tell(why)
-        raise PermissionError(why)
-
-    def whose(self) -> str:
-        """Whose code is nearest to what happens now: the learner's, the project's, or neither's."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file in self.mine:
-                return "learner"
-            if file.startswith(PACKAGE) and file != __file__:
-                return "project"
-            frame = frame.f_back
-        return ""
+def reads_attributes(text: str) -> bool:
+    """Whether a text for `str.format` reads attributes or items of what it is given."""
+    try:
+        fields = [(name or "", spec or "") for _, name, spec, _ in string.Formatter().parse(text)]
+    except ValueError:  # it raises in the cell too
+        return False
+    return any("." in name or "[" in name or ("{" in spec and reads_attributes(spec)) for name, spec in fields)
 
 
-def folder(path: str) -> str:
-    return os.path.join(os.path.realpath(path), "")
+# ---- modules that a cell may ask for, and that do nothing here
+
+QUIET = ("logging", "tqdm")
 
 
-# ---- what the checks stand on
+def quiet(name: str) -> Any:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
 
+    if name == "tqdm":
 
-DTYPE = "torch's default dtype"
-NEVER_GROW = ("minillm", "random.Random.", "torch.Tensor.", "torch.nn.modules.module.Module.")
+        def tqdm(iterable: Iterable[Any] = (), *args: Any, **kwargs: Any) -> Iterable[Any]:
+            return iterable
 
-
-class Snapshot:
-    """What the project, torch and Python's own modules are called by, to see afterwards whether it was changed."""
-
-    def __init__(self) -> None:
-        self.modules = {name for name in list(sys.modules) if watched(name)}
-        self.before = self.taken()
-
-    def changed(self) -> list[str]:
-        now, absent = self.taken(), object()
-        found = []
-        for where, value in self.before.items():
-            counts = callable(value) or where.startswith("minillm") or where == DTYPE
-            if counts and now.get(where, absent) is not value and not wrapped_by_torch(now.get(where), value):
-                found.append(where)
-        for where, value in now.items():  # a new global may hide a builtin, a new method an inherited one
-            if where not in self.before and where.startswith(NEVER_GROW) and not isinstance(value, ModuleType):
-                if not of_torch(value):
-                    found.append(where)
-        return found
-
-    def taken(self) -> dict[str, Any]:
-        found: dict[str, Any] = {DTYPE: torch.get_default_dtype()}
-        for name in self.modules:
-            module = sys.modules.get(name)
-            for key, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
-                if not key.startswith("__") or key in ("__import__", "__build_class__"):
-                    found[f"{name}.{key}"] = value
-                if name.startswith(("minillm", "random")) and isinstance(value, type) and value.__module__ == name:
-                    found.update(of_class(value))
-        for one in (torch.Tensor, torch.nn.Module):
-            found.update(of_class(one))
-        for where, value in list(found.items()):
-            if where.startswith("minillm") and isinstance(value, FunctionType):
-                found[f"{where}.__code__"], found[f"{where}.__defaults__"] = value.__code__, value.__defaults__
-        return found
-
-
-def wrapped_by_torch(now: Any, before: Any) -> bool:
-    """As its compiler does with manual_seed once it is imported."""
-    return of_torch(now) and unwrap(now) is before
-
-
-def of_torch(value: Any) -> bool:
-    code = getattr(value, "__code__", None)
-    return code is not None and code.co_filename.startswith(str(Path(torch.__file__).parent))
-
-
-def watched(name: str) -> bool:
-    root = name.split(".")[0]
-    return root in ("minillm", "torch", "numpy") or root in sys.stdlib_module_names
-
-
-def of_class(one: type) -> dict[str, Any]:
-    where = f"{one.__module__}.{one.__qualname__}"
-    methods = FunctionType, property, classmethod, staticmethod
-    return {f"{where}.{key}": value for key, value in vars(one).items() if isinstance(value, methods)}
+        made = SimpleNamespace(tqdm=tqdm, trange=lambda *args, **kwargs: range(*args))
+        made.auto = made.notebook = SimpleNamespace(tqdm=tqdm, trange=made.trange)
+        return made
+    levels = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+    calls = dict.fromkeys(
+        "debug info warning error exception critical log basicConfig setLevel addHandler StreamHandler".split(), nothing
+    )
+    return SimpleNamespace(**levels, **calls, getLogger=lambda *args: SimpleNamespace(**calls))

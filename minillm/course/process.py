@@ -1,5 +1,6 @@
 """The process that a submission runs in: started with an environment of its own, listened to, ended."""
 
+import itertools
 import json
 import os
 import secrets
@@ -7,8 +8,10 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from minillm.lab.build import ROOT
 
 BEGINS = 60.0  # seconds within which it must begin: it imports torch
 GRACE = 5.0  # seconds over a property's own, to end by itself
+LONGEST = 1 << 16  # bytes of a line; the grader's own are shorter
 HIDDEN_FOLDERS = ("lessons", "tests", "build", "minillm/lab", "minillm/stages", "minillm/course")
 SYSTEM = ("/sys/fs/cgroup", "/proc/meminfo")  # how much memory there is
 
@@ -50,27 +54,64 @@ class Process:
 
     def messages(self, deadline: float, each: float) -> Iterator[dict[str, Any]]:
         """As they come; an empty one for a line that is not the grader's. Raises TimeoutError at the deadline, or if
-        what was begun goes on for longer than `each`."""
-        rest, quiet = b"", BEGINS
+        what was begun goes on for longer than `each`: whatever else it says meanwhile gives it no more time."""
+        rest, until = b"", time.monotonic() + BEGINS
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while True:
-                if not selector.select(max(0.0, min(deadline - time.monotonic(), quiet))):
+                left = min(deadline, until) - time.monotonic()
+                if left <= 0 or not selector.select(left):
                     raise TimeoutError
-                data, quiet = os.read(self.pipe, 65536), each + GRACE
-                if not data:
+                if not (data := os.read(self.pipe, 65536)):
                     return
                 *whole, rest = (rest + data).split(b"\n")
-                yield from (heard(line, self.nonce) for line in whole)
+                if len(rest) > LONGEST:
+                    whole, rest = [*whole, b""], b""
+                for line in whole:
+                    message = heard(line, self.nonce)
+                    if "begin" in message or "found" in message:
+                        until = time.monotonic() + each + GRACE
+                    yield message
 
     def end(self) -> str:
-        """Ends it if it has not, and says how it ended."""
+        """Ends it if it has not, with what it started, and says how it ended."""
         os.close(self.pipe)
         try:
             return how(self.child.wait(0.5))
         except subprocess.TimeoutExpired:
-            os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.kill()
             return how(self.child.wait())
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that is removed afterwards, whatever was put into it."""
+    folder = tempfile.mkdtemp(prefix="minillm-")
+    try:
+        yield Path(folder)
+    finally:
+        with suppress(OSError):
+            remove(folder)
+
+
+def remove(folder: str) -> None:
+    """As shutil.rmtree, which fails on a thousand folders in each other: here each is emptied into the outermost."""
+    names = (os.path.join(folder, f"{secrets.token_hex(8)}-{n}") for n in itertools.count())
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for inner in list(os.scandir(entry.path)):
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner.path, 0o700)  # else it cannot be moved
+                os.rename(inner.path, next(names))
+            os.rmdir(entry.path)
+    os.rmdir(folder)
 
 
 def command(pipe: int) -> list[str]:

@@ -7,9 +7,11 @@ measurement, and never tests our own code by mistake: what a file does not defin
 import linecache
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from minillm.errors import InputError
 
@@ -50,13 +53,16 @@ class Work:
 
     @contextmanager
     def replaced(self, others: Mapping[str, Any]) -> Iterator[None]:
-        """Inside the block the learner's code finds these in the place of its own functions of the same names."""
+        """Inside the block the learner's code finds these in the place of its own functions of the same names. What it
+        keeps of them is of no use to it afterwards."""
         before, broken = {name: self.names[name] for name in others if name in self.names}, self.broken
         self.broken = {name: why for name, why in broken.items() if name not in others}
-        self.names.update(others)
+        loan = Loan()
+        self.names.update({name: loan.of(name, other) for name, other in others.items()})
         try:
             yield
         finally:
+            loan.over = True
             for name in others:
                 self.names.pop(name, None)
             self.names.update(before)
@@ -69,14 +75,22 @@ class Work:
         """
         function = self.function(name)
         kept = [None if i in changes else deepcopy(arg) for i, arg in enumerate(args)]
+        known = [kinds(arg) for arg in args]
         try:
             result = function(*args, **kwargs)
         except Wrong:  # out of time
             raise
         except Exception as error:
             raise Wrong(self.explain(name, error)) from error
+        finally:
+            for i, (before, now) in enumerate(zip(kept, args, strict=True)):
+                if isinstance(before, Module) and differ(before, now):  # other checks use the same model
+                    give_back(before, now)
+                    kept[i] = CHANGED
         for i, (before, now) in enumerate(zip(kept, args, strict=True)):
-            if i not in changes and differ(before, now):
+            for kind in kinds(now) - known[i]:
+                plain(kind, f"argument number {i + 1} of {name}, afterwards,")
+            if i not in changes and (before is CHANGED or differ(before, now)):
                 raise Wrong(f"{name} changed its argument number {i + 1}; work on a copy, or make a new tensor")
         return result
 
@@ -120,12 +134,80 @@ def unwritten_task(message: str) -> str | None:
     return found[1] if found else None
 
 
+CHANGED = object()
+
+
+class Loan:
+    """Right functions that are lent for a while."""
+
+    over = False
+
+    def of(self, name: str, other: Any) -> Any:
+        if isinstance(other, type):
+
+            def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+                self.check(name)
+                made: Any = other.__new__
+                return made(cls) if made is object.__new__ else made(cls, *args, **kwargs)
+
+            meta: Any = type(other)
+            return meta(other.__name__, (other,), {"__new__": new, "__module__": other.__module__})
+        if not callable(other):
+            return other
+
+        def lent(*args: Any, **kwargs: Any) -> Any:
+            self.check(name)
+            return other(*args, **kwargs)
+
+        return lent
+
+    def check(self, name: str) -> None:
+        if self.over:
+            raise RuntimeError(f"{name} was kept from another check, where it stood in the place of yours")
+
+
 def differ(before: Any, now: Any) -> bool:
+    if type(before) is not type(now):
+        return True
     if isinstance(before, Tensor):
         return before.shape != now.shape or not torch.equal(before.nan_to_num(7e7), now.nan_to_num(7e7))
     if isinstance(before, list | tuple):
         return len(before) != len(now) or any(differ(a, b) for a, b in zip(before, now, strict=True))
+    if isinstance(before, Module):
+        return parts(before).keys() != parts(now).keys() or any(
+            differ(one, parts(now)[name]) for name, one in parts(before).items()
+        )
     return isinstance(before, dict | set | int | float | str) and before != now
+
+
+def parts(model: Module) -> dict[str, Any]:
+    """What of a model must stay: its tensors, and what is hooked to it or set on it."""
+    found: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors(model).items()}
+    for name, inner in model.named_modules():
+        found.update({f"{name}: {key}": None for key in vars(inner)})
+        found.update({f"{name}: {hook}": len(vars(inner)[hook]) for hook in HOOKS})
+    return found
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def tensors(model: Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def give_back(before: Module, now: Module) -> None:
+    """Makes a model again what it was."""
+    with torch.no_grad():
+        for name, tensor in tensors(now).items():
+            if name in tensors(before):
+                tensor.data = tensors(before)[name].detach().clone()
+    for then, inner in zip(before.modules(), now.modules(), strict=False):
+        for key in vars(inner).keys() - vars(then).keys():
+            del inner.__dict__[key]
+        for hook in HOOKS:
+            for key in vars(inner)[hook].keys() - vars(then)[hook].keys():
+                del vars(inner)[hook][key]
 
 
 # ---- comparing
@@ -138,6 +220,8 @@ def same(got: Any, expected: Any, what: str, tolerance: float = 1e-6) -> None:
     """
     if got is None:
         raise Wrong(f"{what} is None: is a `return` missing?")
+    for kind in kinds(got) - kinds(expected):
+        plain(kind, what)
     if not isinstance(expected, Tensor):
         if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
             return same_list(list(got), list(expected), what)
@@ -169,6 +253,40 @@ def same(got: Any, expected: Any, what: str, tolerance: float = 1e-6) -> None:
             f"{what}: {share:.0%} of the values differ; first at {at}: expected {number(expected[tuple(at)])}, "
             f"got {number(got[tuple(at)])}"
         )
+
+
+def kinds(value: Any) -> set[type]:
+    """The types in a value, and in what it contains."""
+    found: set[type] = set()
+    left, seen = [value], set()
+    while left:
+        one = left.pop()
+        kind = type(one)
+        found.add(kind)
+        if id(one) in seen:
+            continue
+        if issubclass(kind, dict):
+            left += [*dict.keys(one), *dict.values(one)]
+        elif issubclass(kind, list | tuple | set | frozenset | deque):
+            base = next(base for base in (list, tuple, set, frozenset, deque) if issubclass(kind, base))
+            left += base.__iter__(one)
+        else:
+            continue
+        seen.add(id(one))
+    return found
+
+
+HEAP_TYPE = 1 << 9  # of a type's flags: made by Python code, as all that a learner makes
+
+
+def plain(kind: type, what: str) -> None:
+    """Raises Wrong for a class of the learner's own: such a value can say that it equals whatever it is asked."""
+    module, name = type.__dict__["__module__"].__get__(kind), type.__dict__["__name__"].__get__(kind)
+    if not type.__dict__["__flags__"].__get__(kind) & HEAP_TYPE:
+        return
+    home = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
+    if home is None or vars(home).get(name) is not kind:
+        raise Wrong(f"{what} has a {name}, a class that Python and torch do not know: give numbers, lists or tensors")
 
 
 def same_list(got: list[Any], expected: list[Any], what: str) -> None:
