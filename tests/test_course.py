@@ -21,12 +21,12 @@ from minillm.cli_course import course as commands  # noqa: E402
 from minillm.course import circle, marking  # noqa: E402
 from minillm.course.assignment import HIDDEN_ID, POINTS, Stubs, assignments, function_points, master  # noqa: E402
 from minillm.course.door import named, python_cells, students, submissions  # noqa: E402
-from minillm.course.gradebook import Row, harmless  # noqa: E402
+from minillm.course.gradebook import Row, harmless, points_of  # noqa: E402
 from minillm.course.grading import Mark, Marks  # noqa: E402
 from minillm.course.points import earned, split  # noqa: E402
 from minillm.course.repair import filled, placed, written  # noqa: E402
 from minillm.errors import InputError  # noqa: E402
-from minillm.lab.build import solutions, student  # noqa: E402
+from minillm.lab.build import LESSONS, solutions, student  # noqa: E402
 from minillm.lab.checking import properties  # noqa: E402
 
 SEED = 20270131
@@ -141,6 +141,7 @@ def test_marks_for_what_is_written_complete_the_circle(made: circle.Course, grad
     assert [found[name].score for name in points] == [20, 17, 0]
     assert not found["01-perfect"].pending and found["05-every-text"].pending
     assert "Good & short." in feedback_of(made, "01-perfect")
+    assert "0 until then" not in feedback_of(made, "01-perfect")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,10 @@ def test_marks_for_what_is_written_complete_the_circle(made: circle.Course, grad
     [
         ("assignment,student_id\n00_tour,01-perfect\n", "no column points"),
         ("assignment,student_id,points\n00_tour,nobody,3\n", "'nobody' was not graded"),
-        ("assignment,student_id,points\n00_tour,01-perfect,4\n", "must be a number from 0 to 3"),
+        (
+            "assignment,student_id,points\n00_tour,01-perfect,4\n",
+            "row 1 (01-perfect): the points are '4'; they must be a number from 0 to 3",
+        ),
         ("assignment,student_id,points\n00_tour,02-empty,1\n00_tour,01-perfect,nan\n", "must be a number from 0 to 3"),
     ],
 )
@@ -194,6 +198,50 @@ def test_what_did_not_change_is_not_graded_again(course: Any, tmp_path: Path):
     assert (ada.score, bob.score, len(course.calls)) == (17, 2.75, 3)
     circle.grade(course.folder, handed_in, again=True, tell=quiet)
     assert len(course.calls) == 5
+
+
+def test_marks_that_stand_in_the_file_survive(course: Any, tmp_path: Path):
+    def typed(**points: str) -> None:
+        lines = marks()
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, next(iter(lines.values())))
+            writer.writeheader()
+            for student_id, line in lines.items():
+                writer.writerow(line | ({"points": points[student_id]} if student_id in points else {}))
+
+    def marks() -> dict[str, dict[str, str]]:
+        with path.open(encoding="utf-8", newline="") as file:
+            return {line["student_id"]: line for line in csv.DictReader(file)}
+
+    path, handed_in = course.folder / "written.csv", tmp_path / "in"
+    for name in ("ada", "bob"):
+        write(handed_in / name, answered(course.release(ALL[0]), **right()))
+    circle.grade(course.folder, handed_in, tell=quiet)
+    typed(ada="2.5")
+    circle.grade(course.folder, handed_in, tell=quiet)
+    assert {name: line["points"] for name, line in marks().items()} == {"ada": "2.5", "bob": ""}
+    [ada, bob] = circle.grade(course.folder, None, written=path, tell=quiet)
+    assert (ada.score, bob.pending != "") == (19.5, True)
+    assert {name: line["points"] for name, line in marks().items()} == {"ada": "2.5", "bob": ""}
+    other = shutil.copy(path, tmp_path / "other.csv")
+    other.write_text(other.read_text("utf-8").replace("ada,2.5", "ada,1"), "utf-8")
+    circle.grade(course.folder, None, written=other, tell=quiet)
+    assert marks()["ada"]["points"] == "1"  # corrected, by another file
+    path.write_bytes(b"\xff\xfe")
+    circle.grade(course.folder, None, tell=quiet)
+    assert (course.folder / "written-unreadable.csv").read_bytes() == b"\xff\xfe" and marks()["ada"]["points"] == "1"
+
+
+def test_a_time_that_comes_later_is_read_and_none_is_told(course: Any, tmp_path: Path):
+    told: list[str] = []
+    write(tmp_path / "in" / "ada", answered(course.release(ALL[0]), **right()))
+    [ada] = circle.grade(course.folder, tmp_path / "in", due="2027-01-01", tell=told.append)
+    assert ada.status == "graded" and any("1 submissions have no time: they count as in time" in each for each in told)
+    (tmp_path / "in" / "ada" / "timestamp.txt").write_text("2027-01-02 10:00 UTC")
+    [ada] = circle.grade(course.folder, tmp_path / "in", tell=quiet)
+    assert (ada.status, ada.score, len(course.calls)) == ("late", 0, 2)
+    circle.grade(course.folder, tmp_path / "in", tell=quiet)
+    assert len(course.calls) == 2
 
 
 def test_a_failure_of_the_grader_is_told_and_the_run_goes_on(course: Any, tmp_path: Path):
@@ -282,6 +330,7 @@ def test_nbgraders_release_is_the_same_and_the_seed_is_not_in_it(made: circle.Co
     notebook, _ = Stubs().preprocess(master(ALL[0]), {"nbgrader": {"notebook": NAME}})
     assert [(c["id"], c.source) for c in release.cells] == [(c["id"], c.source) for c in notebook.cells]
     assert str(SEED) in (made.folder / circle.CONFIG).read_text()
+    assert (made.folder / ".gitignore").read_text() == "*\n"
     assert (made.folder / "release" / "AGENTS.md").is_file()  # as `make student` has it
     for path in (made.folder / "release").rglob("*"):
         assert path.is_dir() or str(SEED) not in path.read_text("utf-8")
@@ -381,6 +430,39 @@ def test_no_folder_of_students_is_told(tmp_path: Path):
         students(tmp_path)
 
 
+def test_names_of_moodle_are_cut_and_two_of_one_name_stay_two(tmp_path: Path):
+    tail = "assignsubmission_file_"
+    for name in (
+        f"Ada Byron_12_{tail}",
+        "Ada Byron_12_assignsubmission_onlinetext_",
+        f"Bo_3_{tail}",
+        f"Bo_4_{tail}",
+        "cy",
+    ):
+        (tmp_path / name).mkdir()
+    assert {name: len(paths) for name, paths in students(tmp_path).items()} == {
+        "Ada Byron": 2,
+        "Bo_3": 1,
+        "Bo_4": 1,
+        "cy": 1,
+    }
+
+
+def test_notebooks_in_no_students_folder_are_told(tmp_path: Path):
+    (tmp_path / "ada").mkdir()
+    (tmp_path / "bob_00_tour.ipynb").touch()
+    with pytest.raises(InputError, match="make one folder for each student"):
+        students(tmp_path)
+
+
+def test_assignments_are_known_by_their_short_names():
+    assert [one.id for one in assignments(["ps1", "4", "p2", "13"])] == ["04", "13", "p1", "p2"]
+
+
+def test_points_may_have_a_comma():
+    assert points_of("2,5", 3, "row 1") == 2.5
+
+
 def test_no_text_of_a_student_is_a_formula():
     assert harmless("=HYPERLINK()") == "'=HYPERLINK()" and harmless(" @x") == "' @x" and harmless("a = b") == "a = b"
 
@@ -401,7 +483,15 @@ def test_the_command_says_what_is_wrong(tmp_path: Path):
     assert "run `minillm course make" in run("grade", tmp_path / "photos", tmp_path)
     assert "there is nothing to grade" in run("grade", tmp_path / "photos")
     assert "assignment '99' is not known" in run("make", tmp_path / "new", "--only", "99")
-    assert "--due is 'tomorrow'" in run("grade", made_config(tmp_path / "c"), tmp_path, "--due", "tomorrow")
+    assert "--due is 'tomorrow'" in run("grade", made_config(tmp_path / "c"), tmp_path / "in", "--due", "tomorrow")
+
+
+def test_a_folder_that_cannot_be_of_students_is_refused(course: Any, tmp_path: Path):
+    for wrong in (course.folder, course.folder / "release", course.folder.parent, LESSONS, LESSONS / "instructor"):
+        assert "is, holds or lies in" in run("grade", course.folder, wrong), wrong
+    assert "are the two folders swapped?" in run("grade", tmp_path / "in", course.folder)
+    with course.gradebook() as gradebook:
+        assert not gradebook.students
 
 
 def made_config(folder: Path) -> Path:

@@ -42,10 +42,13 @@ class Assignment:
 def assignments(only: Sequence[str] = ()) -> list[Assignment]:
     """All of them, or those named by their numbers. Raises InputError for an unknown one."""
     known = {name_of(source): Assignment(name_of(source), source) for source in [*sources(), *problem_sets()]}
-    for name in only:
-        if name not in known:
+    meant = {
+        re.sub(r"^ps(?=\d$)", "p", name.zfill(2) if name.isdigit() else name): name for name in only
+    }  # "ps1" and "4" as "p1" and "04"
+    for key, name in meant.items():
+        if key not in known:
             raise InputError(f"assignment {name!r} is not known; use some of {', '.join(known)}")
-    return [each for each in known.values() if not only or each.id in only]
+    return [each for each in known.values() if not only or each.id in meant]
 
 
 def grade_id(name: str) -> str:

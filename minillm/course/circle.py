@@ -4,7 +4,7 @@
     FOLDER/source/              with solutions           FOLDER/release/      what students get
     FOLDER/submitted/           what came in, repaired   FOLDER/autograded/   the same with its marks
     FOLDER/feedback/            HTML for each student    FOLDER/gradebook.db  nbgrader's
-    FOLDER/grades.csv           every mark and reason    FOLDER/written.csv   what a person must mark yet
+    FOLDER/grades.csv           every mark and reason    FOLDER/written.csv   what a person marks
     FOLDER/marks/               what grading found, with the hidden reasons: for teachers alone
 
 nbgrader's own commands and its formgrader work in the folder too.
@@ -39,7 +39,7 @@ from minillm.course.gradebook import UNUSED, GradesWithReasons, Row, export_writ
 from minillm.course.marking import ABOUT, STARTED, GradeByProperties
 from minillm.course.repair import filled
 from minillm.errors import InputError, whole_number
-from minillm.lab.build import AGENTS
+from minillm.lab.build import AGENTS, LESSONS
 
 CONFIG = "nbgrader_config.py"
 SETTINGS = '''\
@@ -132,6 +132,7 @@ def make(folder: Path, seed: int | None, only: Sequence[str], tell: Tell = print
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir()) and not (folder / CONFIG).is_file()):
         raise InputError(f"{folder} is there, and is no course; give a new or an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".gitignore").write_text("*\n", "utf-8")  # seeds and marks belong in no repository
     if seed is not None or not (folder / CONFIG).exists():
         number = secrets.randbelow(2**31) if seed is None else whole_number("seed", seed, 0)
         (folder / CONFIG).write_text(SETTINGS.format(seed=number), "utf-8")
@@ -168,6 +169,8 @@ def grade(
 
     What was graded before and has not changed is not graded again, unless `again`. `jobs`: so many run at once.
     """
+    if handed_in is not None:
+        apart(folder, handed_in)
     course = Course(folder)
     chosen = [each for each in assignments(only) if only or (course.folder / "release" / each.name).is_dir()]
     releases = {assignment: course.release(assignment) for assignment in chosen}
@@ -177,6 +180,8 @@ def grade(
         queue = []
         for student, paths in students(handed_in).items():
             queue += collect(course, student, paths, releases, again or due is not None, tell)
+        if due is not None:
+            tell_untimed(course, chosen, tell)
         with ThreadPoolExecutor(whole_number("jobs", jobs, 1)) as pool:
             try:
                 for student, assignment in queue:
@@ -188,15 +193,35 @@ def grade(
                 pool.shutdown(cancel_futures=True)
                 STARTED.clear()
     with course.gradebook() as gradebook:
-        if written is not None:
-            for name, student in import_written(gradebook, written):
-                [assignment] = [each for each in assignments() if each.name == name]
-                course.run(GenerateFeedback, assignment, student)
+        given = import_written(gradebook, written) if written is not None else []
+        for name, student in given:
+            [assignment] = [each for each in assignments() if each.name == name]
+            course.run(GenerateFeedback, assignment, student)
         names = [assignment.name for assignment in chosen] if only else []
         found = rows(gradebook, course.folder, names)
         GradesWithReasons(to=str(course.folder / "grades.csv"), config=course.config).export(gradebook)
-        export_written(gradebook, course.folder, course.folder / "written.csv")
+        export_written(gradebook, course.folder, course.folder / "written.csv", given)
     return found
+
+
+def apart(folder: Path, handed_in: Path) -> None:
+    """Raises InputError where subfolders of something else would be taken for students."""
+    if (handed_in / CONFIG).is_file() and not (folder / CONFIG).is_file():
+        raise InputError(f"{folder} is not a course, and {handed_in} is one: are the two folders swapped?")
+    if not (folder / CONFIG).is_file():
+        return  # Course says so
+    here = handed_in.resolve()
+    for other, what in ((folder.resolve(), "the course's folder"), (LESSONS.resolve(), "the project's lessons")):
+        if here == other or here in other.parents or other in here.parents:
+            raise InputError(
+                f"{handed_in} is, holds or lies in {what} ({other}); give a folder of its own for what was handed in"
+            )
+
+
+def tell_untimed(course: Course, chosen: Sequence[Assignment], tell: Tell) -> None:
+    notebooks = [path for each in chosen for path in course.folder.glob(f"submitted/*/{each.name}/{each.name}.ipynb")]
+    if untimed := sum(not path.with_name(TIMESTAMP).is_file() for path in notebooks):
+        tell(f"{untimed} submissions have no time: they count as in time (it stands in {TIMESTAMP}, as UTC)")
 
 
 def set_due(course: Course, chosen: Sequence[Assignment], due: str) -> None:
@@ -237,16 +262,16 @@ def put(course: Course, student: str, submission: Submission, release: Any) -> b
     notebook.metadata[ABOUT] = about
     text = nbformat.writes(notebook)
     path = course.notebook("submitted", student, name)
-    stamp = path.with_name(TIMESTAMP)
-    if course.notebook("autograded", student, name).is_file() and path.is_file() and path.read_text("utf-8") == text:
-        return False
+    stamp, time = path.with_name(TIMESTAMP), submission.timestamp
+    before = (path.read_text("utf-8") if path.is_file() else "", stamp.read_text("utf-8") if stamp.is_file() else "")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
-    if submission.timestamp:
-        stamp.write_text(submission.timestamp + "\n", "utf-8")
+    if time:
+        stamp.write_text(time + "\n", "utf-8")
     else:
         stamp.unlink(missing_ok=True)
-    return True
+    graded = course.notebook("autograded", student, name).is_file()
+    return not graded or before != (text, time + "\n" if time else "")
 
 
 def start_marking(pool: ThreadPoolExecutor, course: Course, student: str, assignment: Assignment) -> None:

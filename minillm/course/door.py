@@ -26,6 +26,7 @@ MOST_FILES = 1000  # of one student
 PYTHON_BYTES = 1 << 20
 TIMESTAMP = "timestamp.txt"  # when it was handed in, as nbgrader and other collectors write it
 SKIPPED = {"__MACOSX", "__pycache__"}
+MOODLE = re.compile(r"(.+?)_(\d+)_assignsubmission")
 START = re.compile(r"""lab\.(?:start|check)\(\s*["']((?:\d\d|p[1-9]))["']""")
 MARK = re.compile(r"(\d\d|p[1-9])(?![0-9])")
 NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:ps?([1-9])|(\d\d))(?=[ _-][A-Za-z]|\.)", re.IGNORECASE)
@@ -59,15 +60,37 @@ class Submission:
 def students(folder: Path) -> dict[str, list[Path]]:
     """The folder or zip (or both) of each student. Raises InputError if there is none."""
     found: dict[str, list[Path]] = {}
+    loose: list[str] = []
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder; it must hold one folder or zip for each student")
     for path in sorted(folder.iterdir()):
         if path.name[0] not in "._" and (path.is_dir() or path.suffix.lower() == ".zip"):
             name = path.name if path.is_dir() else path.stem
             found.setdefault(re.sub(r"[^\w.@ -]", "_", name).strip(), []).append(path)
+        elif path.name[0] not in "._" and ".ipynb" in path.name.lower():
+            loose.append(path.name)
+    if loose:
+        raise InputError(
+            f"{folder} has notebooks that lie in no student's folder ({loose[0]}; {len(loose)} in all); make one "
+            "folder for each student, with the student's name, and put the files into it"
+        )
     if not found:
         raise InputError(f"{folder} has no folder and no zip in it; it must hold one for each student")
-    return found
+    return by_student(found)
+
+
+def by_student(found: Mapping[str, list[Path]]) -> dict[str, list[Path]]:
+    """Without what Moodle puts behind a name: "Ada Byron_123_assignsubmission_file_" is of "Ada Byron". Where two have
+    one name, the number stays."""
+    parts = {name: MOODLE.match(name) for name in found}
+    numbers: dict[str, set[str]] = {}
+    for name, part in parts.items():
+        numbers.setdefault(part[1] if part else name, set()).add(part[2] if part else "")
+    merged: dict[str, list[Path]] = {}
+    for name, part in parts.items():
+        student = name if part is None else part[1] if len(numbers[part[1]]) == 1 else f"{part[1]}_{part[2]}"
+        merged.setdefault(student, []).extend(found[name])
+    return merged
 
 
 def files(path: Path) -> Iterator[File]:

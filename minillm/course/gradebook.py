@@ -126,19 +126,52 @@ def harmless(value: Any) -> Any:
 # ---- what a person marks
 
 
-def export_written(gradebook: Any, folder: Path, path: Path) -> int:
-    """A CSV with every written answer that waits for its marks, and a column for them. Returns how many."""
+def export_written(gradebook: Any, folder: Path, path: Path, given: Sequence[tuple[str, str]] = ()) -> None:
+    """A CSV with every written answer and a column for its marks. Marks that stand in the file already are kept, as a
+    person may be typing them; those of `given` (assignment, student) were just taken over from somewhere."""
+    typed = typed_marks(path)
     lines = []
     for one in rows(gradebook, folder):
-        if one.pending:
-            [assignment] = [each for each in assignments() if each.name == one.assignment]
-            notebook = graded_notebook(folder, assignment, one.student_id)
-            [cell] = [cell for cell in notebook.cells if is_answer(cell) and "task" not in cell.metadata]
-            text = written(cell.source)
-            line = (one.assignment, one.student_id, "", cell.metadata.nbgrader.points, "", assignment.rubric)
-            lines.append(dict(zip(WRITTEN_COLUMNS, (*line, cell.source if text is None else text), strict=True)))
-    table(path, WRITTEN_COLUMNS, lines)
-    return len(lines)
+        points, comment = person_marks(gradebook, one)
+        if not one.pending and not points:
+            continue
+        key = one.assignment, one.student_id
+        old = typed.pop(key, {})
+        if key not in given:
+            points, comment = old.get("points") or points, old.get("comment") or comment
+        [assignment] = [each for each in assignments() if each.name == one.assignment]
+        notebook = graded_notebook(folder, assignment, one.student_id)
+        [cell] = [cell for cell in notebook.cells if is_answer(cell) and "task" not in cell.metadata]
+        text = written(cell.source)
+        line = (*key, points, cell.metadata.nbgrader.points, comment, assignment.rubric)
+        lines.append(dict(zip(WRITTEN_COLUMNS, (*line, cell.source if text is None else text), strict=True)))
+    table(path, WRITTEN_COLUMNS, [*lines, *typed.values()])
+
+
+def person_marks(gradebook: Any, of: Row) -> tuple[str, str]:
+    """The points and the comment that a person gave, or nothing."""
+    if of.status in ("missing", "failed"):
+        return "", ""
+    notebook = gradebook.find_submission(of.assignment, of.student_id).notebooks[0]
+    [grade] = [each for each in notebook.grades if not each.name.endswith((POINTS, HIDDEN_ID))]
+    [comment] = [each for each in notebook.comments if each.name == grade.name]
+    return "" if grade.manual_score is None else f"{grade.manual_score:g}", comment.manual_comment or ""
+
+
+def typed_marks(path: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """The lines of the file as it is that have points or a comment. One that cannot be read is put aside, not lost."""
+    if not path.is_file():
+        return {}
+    try:
+        lines = list(csv.DictReader(path.read_text("utf-8-sig").splitlines(keepends=True)))
+        filled = [line for line in lines if (line["points"] or "").strip() or (line["comment"] or "").strip()]
+        return {
+            (line["assignment"], line["student_id"]): {name: line.get(name) or "" for name in WRITTEN_COLUMNS}
+            for line in filled
+        }
+    except (UnicodeDecodeError, csv.Error, KeyError):
+        path.replace(path.with_name("written-unreadable.csv"))
+        return {}
 
 
 def import_written(gradebook: Any, path: Path) -> list[tuple[str, str]]:
@@ -150,7 +183,8 @@ def import_written(gradebook: Any, path: Path) -> list[tuple[str, str]]:
         raise InputError(f"{path} cannot be read ({error}); it must be a CSV like written.csv") from error
     given = []
     for number, line in enumerate(lines, 2):
-        where = f"{path}, row {number - 1}"
+        student = line.get("student_id")
+        where = f"{path}, row {number - 1}" + (f" ({student})" if student else "")
         missing = [name for name in WRITTEN_COLUMNS[:3] if name not in line]
         if missing:
             raise InputError(f"{where} has no column {', '.join(missing)}; the columns are those of written.csv")
@@ -178,7 +212,7 @@ def import_written(gradebook: Any, path: Path) -> list[tuple[str, str]]:
 
 def points_of(text: str, most: float, where: str) -> float:
     try:
-        points = float(text)
+        points = float(text.replace(",", "."))  # as spreadsheets of many countries write it
     except ValueError:
         points = -1.0
     if not 0 <= points <= most:

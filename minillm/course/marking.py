@@ -48,7 +48,7 @@ class GradeByProperties(NbGraderPreprocessor):
             about |= {"refused": marks.refused, "flags": list(marks.flags)}
         for cell in notebook.cells:
             if is_grade(cell) and is_solution(cell):
-                show(cell, f"{cell.metadata.nbgrader.points:g} points, given by a person: 0 until then.")
+                show(cell, f"{cell.metadata.nbgrader.points:g} points, given by a person.")
             elif is_grade(cell) and about["refused"]:
                 show(cell, f"No points. {about['refused']}", 0.0)
             elif is_grade(cell):
