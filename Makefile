@@ -70,7 +70,7 @@ course: $(VENV)/.course ## what `minillm course` needs to make and grade assignm
 bundle: $(VENV)/.lessons ## put all that a class without a network needs into build/bundle/, to carry on a stick (430 MB)
 	$(PY) -m minillm.course.bundle $(ARGS)
 
-mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it (15 minutes)
+mutants: $(VENV)/.dev $(WEIGHTS) ## every planted wrong solution against the checks that must catch it (half an hour)
 	@mkdir -p results
 	$(PY) tests/mutants.py > results/mutants.txt; found=$$?; tail -1 results/mutants.txt; exit $$found
 
