@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -419,3 +420,33 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is not a file" in json.loads(capsys.readouterr().out)["refused"]
     with pytest.raises(SystemExit, match="is not known"):
         grading.main(tmp_path / "none.ipynb", "99")
+
+
+def test_the_walls_hold_for_files_that_python_does_not_see(tmp_path: Path):
+    """Landlock, where the kernel has it: C code may read what is named, and write in the folder alone."""
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir(), outside.mkdir()
+    (outside / "secret").write_text("x", "utf-8")
+    code = f"""
+import ctypes, os, sys
+from minillm.course.walls import NEW_RULES, only_files
+if ctypes.CDLL(None).syscall(NEW_RULES, None, 0, 1) < 1:
+    sys.exit(7)
+only_files([sys.prefix, sys.base_prefix], {str(inside)!r})
+open({str(inside / "own")!r}, "w").write("y")
+for path, mode in (({str(outside / "secret")!r}, "r"), ({str(outside / "new")!r}, "w")):
+    try:
+        open(path, mode)
+    except PermissionError:
+        continue
+    sys.exit(f"{{path}} was opened")
+try:
+    os.execv("/bin/false", ["false"])
+except PermissionError:
+    sys.exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if done.returncode == 7:
+        pytest.skip("this kernel has no Landlock")
+    assert done.returncode == 0, done.stderr
+    assert (inside / "own").read_text("utf-8") == "y" and not (outside / "new").exists()
