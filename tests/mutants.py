@@ -17,7 +17,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from wrong import Mutant  # noqa: E402
 
-from minillm.lab.build import name_of, problem_sets, sources  # noqa: E402
+from minillm.lab.build import by_name  # noqa: E402
 from minillm.lab.checking import PROBLEM_SETS, Report, run_checks  # noqa: E402
 from minillm.lab.work import Work, cells_of, defined, from_cells  # noqa: E402
 
@@ -36,19 +36,13 @@ class Outcome:
         return not self.caught_by or not self.said or bool(self.blamed)
 
 
-@cache
-def source_of() -> dict[str, Path]:
-    """Lessons by their numbers, problem sets as p1, p2 ..."""
-    return {name_of(path): path for path in [*sources(), *problem_sets()]}
-
-
 def lessons() -> list[str]:
-    return list(source_of())
+    return list(by_name())
 
 
 @cache
 def cells(lesson: str) -> tuple[Path, list[tuple[int, str]]]:
-    path = source_of()[lesson]
+    path = by_name()[lesson]
     return path, cells_of(path)
 
 

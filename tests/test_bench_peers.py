@@ -1,5 +1,6 @@
 """Peers: transformers in its own process, llama.cpp's program (a stand-in), and what makes a row void."""
 
+import copy
 import dataclasses
 import io
 import json
@@ -14,7 +15,6 @@ from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from safetensors.torch import save_file
 
 from minillm.bench.harness import Job, run
 from minillm.bench.peers import compare
@@ -26,8 +26,9 @@ from minillm.bench.peers.transformers_peer import GENERATE, GENERATE_BATCH, Tran
 from minillm.config import Config
 from minillm.convert import llama_config, read_gguf, tensor_names, unpermute
 from minillm.errors import InputError
+from minillm.lab.conformance_world import write_folder
 from minillm.model import Llama
-from minillm.weights import load_folder, sources_of, split_shape
+from minillm.weights import load_folder
 
 JOBS = [Job((5, 6, 7), 9), Job((8, 9, 10, 11, 12), 2), Job((20, 21), 6), Job((30, 31, 32, 33), 1), Job((40, 41), 7)]
 TEXT = [2 + (i * i) % 60 for i in range(200)]
@@ -36,32 +37,8 @@ LIMITS = {"max_running": 2, "budget": 16, "chunk": 16}
 
 def save(llama: Llama, folder: Path) -> Path:
     """A model folder in float32 with these weights, as Hugging Face lays it out."""
-    c = llama.config
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.d_model,
-        "intermediate_size": c.d_ff,
-        "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.context,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tied,
-        "eos_token_id": list(c.eos),
-    }
-    stored = {}
-    for name, parameter in llama.named_parameters():
-        rows = [shape[0] for shape in split_shape(name, tuple(parameter.shape), c)]
-        parts = parameter.float().split(rows)
-        stored.update({key: part.contiguous() for key, part in zip(sources_of(name), parts, strict=True)})
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_folder(folder, copy.deepcopy(llama).float())
 
 
 @pytest.fixture(scope="module")

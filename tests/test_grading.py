@@ -126,7 +126,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path, m
 )
 def test_the_callers_mistakes_are_told(lesson, seconds, words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if lesson == "p5":
-        monkeypatch.setattr(handed_in, "LESSONS", tmp_path)
+        monkeypatch.setattr("minillm.lab.build.LESSONS", tmp_path)
         monkeypatch.setattr(grading, "properties", lambda lesson: [])
     with pytest.raises(InputError, match=words):
         grade(tmp_path / "mine.ipynb", lesson, seconds=seconds)

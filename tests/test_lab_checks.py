@@ -2,9 +2,9 @@
 
 import nbformat
 import pytest
-from mutants import lessons, outcome, planted, reference, source_of
+from mutants import lessons, outcome, planted, reference
 
-from minillm.lab.build import student
+from minillm.lab.build import by_name, student
 from minillm.lab.checking import properties, run_checks
 from minillm.lab.work import from_file
 
@@ -21,7 +21,7 @@ def test_the_reference_has_every_property(lesson: str):
 @pytest.mark.parametrize("lesson", lessons())
 def test_the_bare_skeleton_has_none(lesson: str, tmp_path):
     """What a student is handed fails every check, and is told that it is not written yet."""
-    source = source_of()[lesson]
+    source = by_name()[lesson]
     path = tmp_path / f"{source.stem}.ipynb"
     nbformat.write(student(source), path)
     report = run_checks(lesson, from_file(path))
@@ -51,4 +51,4 @@ def test_every_function_has_a_property_and_every_property_a_hint(lesson: str):
 
 
 def student_cells(lesson: str):
-    return student(source_of()[lesson]).cells
+    return student(by_name()[lesson]).cells

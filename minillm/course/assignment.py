@@ -17,7 +17,7 @@ from nbgrader.preprocessors import NbGraderPreprocessor
 
 from minillm.course.points import HIDDEN, MOST, PUBLIC, WRITTEN, split
 from minillm.errors import InputError
-from minillm.lab.build import name_of, problem_sets, solved, sources, stubbed, without_text
+from minillm.lab.build import by_name, solved, stubbed, without_text
 from minillm.lab.checking import properties
 
 POINTS, HIDDEN_ID = "-points", "-hidden"  # how the ids of graded cells end
@@ -41,7 +41,7 @@ class Assignment:
 
 def assignments(only: Sequence[str] = ()) -> list[Assignment]:
     """All of them, or those named by their numbers. Raises InputError for an unknown one."""
-    known = {name_of(source): Assignment(name_of(source), source) for source in [*sources(), *problem_sets()]}
+    known = {name: Assignment(name, source) for name, source in by_name().items()}
     meant = {
         re.sub(r"^ps(?=\d$)", "p", name.zfill(2) if name.isdigit() else name): name for name in only
     }  # "ps1" and "4" as "p1" and "04"

@@ -152,10 +152,20 @@ def person_marks(gradebook: Any, of: Row) -> tuple[str, str]:
     """The points and the comment that a person gave, or nothing."""
     if of.status in ("missing", "failed"):
         return "", ""
-    notebook = gradebook.find_submission(of.assignment, of.student_id).notebooks[0]
+    grade, comment = by_person(gradebook.find_submission(of.assignment, of.student_id))
+    return "" if grade.manual_score is None else f"{grade.manual_score:g}", comment.manual_comment or ""
+
+
+def by_person(submission: Any) -> tuple[Any, Any]:
+    """The grade that a person gives, and its comment, as nbgrader keeps them."""
+    notebook = submission.notebooks[0]
     [grade] = [each for each in notebook.grades if not each.name.endswith((POINTS, HIDDEN_ID))]
     [comment] = [each for each in notebook.comments if each.name == grade.name]
-    return "" if grade.manual_score is None else f"{grade.manual_score:g}", comment.manual_comment or ""
+    return grade, comment
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return list(csv.DictReader(path.read_text("utf-8-sig").splitlines(keepends=True)))
 
 
 def typed_marks(path: Path) -> dict[tuple[str, str], dict[str, str]]:
@@ -163,7 +173,7 @@ def typed_marks(path: Path) -> dict[tuple[str, str], dict[str, str]]:
     if not path.is_file():
         return {}
     try:
-        lines = list(csv.DictReader(path.read_text("utf-8-sig").splitlines(keepends=True)))
+        lines = lines_of(path)
         filled = [line for line in lines if (line["points"] or "").strip() or (line["comment"] or "").strip()]
         return {
             (line["assignment"], line["student_id"]): {name: line.get(name) or "" for name in WRITTEN_COLUMNS}
@@ -178,7 +188,7 @@ def import_written(gradebook: Any, path: Path) -> list[tuple[str, str]]:
     """Marks from such a CSV into the gradebook; lines without points are left out. Returns (assignment, student) of
     each. Raises InputError, and changes nothing, if a line is wrong."""
     try:
-        lines = list(csv.DictReader(path.read_text("utf-8-sig").splitlines(keepends=True)))
+        lines = lines_of(path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} cannot be read ({error}); it must be a CSV like written.csv") from error
     given = []
@@ -195,9 +205,7 @@ def import_written(gradebook: Any, path: Path) -> list[tuple[str, str]]:
         except MissingEntry as error:
             known = f"assignment {line['assignment']!r} of student {line['student_id']!r}"
             raise InputError(f"{where}: {known} was not graded; run grade first") from error
-        notebook = submission.notebooks[0]
-        [grade] = [each for each in notebook.grades if not each.name.endswith((POINTS, HIDDEN_ID))]
-        [comment] = [each for each in notebook.comments if each.name == grade.name]
+        grade, comment = by_person(submission)
         given.append((submission, grade, comment, points_of(line["points"], grade.max_score, where), line))
     for submission, grade, comment, points, line in given:
         grade.manual_score, grade.needs_manual_grade = points, False

@@ -8,7 +8,7 @@ from typing import Any
 from minillm.course.guard import used_of_project
 from minillm.course.reading import read_cells
 from minillm.errors import InputError
-from minillm.lab.build import LESSONS, solved
+from minillm.lab.build import LESSONS, by_name, solved, sources
 
 MOST_BYTES = 256 << 20  # of a file
 REACHES = {"p1": "02", "p2": "05", "p3": "08", "p4": "10", "p5": "13"}  # the last lesson that a problem set builds on
@@ -34,11 +34,10 @@ def submitted(notebook: Path) -> list[dict[str, Any]]:
 
 
 def source_of(lesson: str) -> Path:
-    pattern = f"problems/ps{lesson[1:]}_*.py" if lesson in REACHES else f"{lesson}_*.py"
-    found = sorted(LESSONS.glob(pattern))
-    if not found:
+    found = by_name().get(lesson)
+    if found is None:
         raise InputError(f"lesson {lesson} is not in {LESSONS}; grading needs a clone of the project")
-    return found[0]
+    return found
 
 
 @cache
@@ -56,7 +55,7 @@ def code_cells(source: Path) -> tuple[list[str], dict[str, str]]:
 def allowed(lesson: str) -> list[str]:
     """What of the project the solutions use, of this lesson and of those before it."""
     names: set[str] = set()
-    for source in [*sorted(LESSONS.glob("[0-9][0-9]_*.py")), source_of(lesson)]:
+    for source in [*sources(), source_of(lesson)]:
         if source == source_of(lesson) or source.name[:2] <= REACHES.get(lesson, lesson):
             setup, tasks = code_cells(source)
             names |= used_of_project(setup, tasks.values())

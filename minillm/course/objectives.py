@@ -15,7 +15,7 @@ from typing import Any
 
 from minillm.course.bank import Question, load
 from minillm.errors import InputError
-from minillm.lab.build import LESSONS, sources
+from minillm.lab.build import LESSONS, sources, title_of
 from minillm.lab.checking import properties
 
 FOLDER = LESSONS / "instructor"
@@ -119,10 +119,9 @@ def faults(rows: list[Objective], questions: list[Question]) -> list[str]:
 
 def markdown(rows: list[Objective], questions: list[Question]) -> str:
     essays = {question.id for question in questions if question.kind == "essay"}
-    titles = {s.stem[:2]: s.read_text("utf-8").split("# # ", 1)[1].split("\n", 1)[0] for s in sources()}
     lines = [HEAD]
     for lesson, source in ((s.stem[:2], s) for s in sources()):
-        lines += [f"## [{titles[lesson]}](../{source.stem}.ipynb)", ""]
+        lines += [f"## [{title_of(source)}](../{source.stem}.ipynb)", ""]
         lines += ["| | objective | checks | questions | problems | written |", "|---|---|---|---|---|---|"]
         for row in rows:
             if row.id.startswith(f"{lesson}."):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from minillm.course.bank import Question, Variant, load, variant
 from minillm.course.formulas import show
 from minillm.errors import InputError, whole_number
-from minillm.lab.build import sources
+from minillm.lab.build import name_of, sources, title_of
 
 LETTERS = "ABCDEFGH"
 
@@ -67,7 +67,7 @@ def _numbered(variants: Sequence[Variant]) -> list[tuple[int, Variant]]:
 
 
 def _head(what: str, lessons: Sequence[str], seed: int, variants: Sequence[Variant]) -> str:
-    titles = {source.stem[:2]: source.read_text("utf-8").split("# # ", 1)[1].split("\n", 1)[0] for source in sources()}
+    titles = {name_of(source): title_of(source) for source in sources()}
     named = "; ".join(titles.get(lesson, lesson) for lesson in dict.fromkeys(lessons))
     minutes = sum(made.question.minutes for made in variants)
     points = sum(made.question.points for made in variants)

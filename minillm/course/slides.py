@@ -26,7 +26,7 @@ import nbformat
 from jinja2 import Environment
 
 from minillm.errors import InputError
-from minillm.lab.build import LESSONS, ROOT, chosen, solved, student
+from minillm.lab.build import LESSONS, ROOT, chosen, student, title_of
 
 DECKS = LESSONS / "instructor" / "slides"
 SLIDES = ROOT / "build" / "slides"
@@ -188,10 +188,9 @@ def reveal(path: str) -> str:
 def page(lesson: str) -> str:
     """One HTML file with everything inside."""
     [source] = chosen([lesson])
-    [title] = re.findall(r"^# (.+)", solved(source).cells[0].source, flags=re.MULTILINE)
     template = Environment(autoescape=False, keep_trailing_newline=True).from_string(PAGE.read_text("utf-8"))
     return template.render(
-        title=escape(title),
+        title=escape(title_of(source)),
         slides=deck(lesson),
         css=reveal("dist/reset.css") + reveal("dist/reveal.css"),
         script=reveal("dist/reveal.js"),

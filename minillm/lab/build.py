@@ -61,6 +61,16 @@ def problem_sets() -> list[Path]:
     return sorted(LESSONS.glob("problems/ps[0-9]_*.py"))
 
 
+def by_name() -> dict[str, Path]:
+    """Lessons and problem sets."""
+    return {name_of(source): source for source in [*sources(), *problem_sets()]}
+
+
+def title_of(source: Path) -> str:
+    """Its first heading: 04 · The KV cache."""
+    return source.read_text("utf-8").split("# # ", 1)[1].split("\n", 1)[0]
+
+
 def name_of(source: Path) -> str:
     """The number of a lesson, 04, or p1 for a problem set: what its checks, tasks and cells are called by."""
     return f"p{source.name[2]}" if source.name.startswith("ps") else source.name[:2]
@@ -213,7 +223,7 @@ def make_lessons(names: list[str]) -> int:
 
 def make_student(folder: Path = STUDENT) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    made = [*sources(), *problem_sets()]
+    made = by_name().values()
     for source in made:
         nbformat.write(student(source), folder / f"{source.stem}.ipynb")
     shutil.copy(AGENTS, folder)
@@ -226,7 +236,7 @@ def make_lab(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / AGENTS.name).exists():
         shutil.copy(AGENTS, folder)
-    for source in [*sources(), *problem_sets()]:
+    for source in by_name().values():
         path = folder / f"{source.stem}.ipynb"
         fresh = student(source)
         if not path.exists():

@@ -53,7 +53,7 @@ def write_folder(folder: Path, model: Llama) -> Path:
         "hidden_act": "silu",
         "torch_dtype": str(model.dtype).removeprefix("torch."),
     }
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=1), encoding="utf-8")
     return folder
 

@@ -16,26 +16,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from minillm import attention
 from minillm.bench.harness import counting
 from minillm.cache import KVPool
-from minillm.config import Config
 from minillm.lab import seeds
 from minillm.lab.checking import holds
+from minillm.lab.tiny import TINY as CONFIG
 from minillm.lab.work import Work, Wrong, same
 from minillm.model import Llama
 
-CONFIG = Config(
-    vocab_size=64,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=48,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    context=256,
-    tied=True,
-    eos=(1,),
-)
 NAN = float("nan")
 CLOSE = 1e-9  # float64: equal but for the order of sums
 
