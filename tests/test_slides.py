@@ -66,6 +66,7 @@ def test_a_section_ends_at_the_next_heading_of_its_level():
         ("## A\n\n@figure What it saves\n\nNote:\nx", "has 0 figures"),
         ("## A\n\n@picture What it saves\n\nNote:\nx", "@picture is not known"),
         ("## A\n\nNote:\nx\n---\n## B\n", "slide 2 has no notes"),
+        ("## A\n\nNote:\n \n", "slide 1 has no notes"),
     ],
 )
 def test_what_is_wrong_in_a_deck_is_named(text, words):
