@@ -62,8 +62,8 @@ def tune_memory() -> None:
     is mapped afresh, and touching its pages for the first time can take longer than the arithmetic. The price: the
     process keeps the memory of its largest moment. See mallopt(3). Without glibc nothing changes.
 
-    Weights and KV memory are read in every step, and in pages of 4 KB the CPU looks up addresses for about 3 % of it.
-    torch asks for large ones (madvise(2)) if this variable is set before its first large tensor.
+    Weights and KV memory are read in every step, and with pages of 4 KB the CPU looks up many addresses. torch asks for
+    large ones (madvise(2)) if this variable is set before its first large tensor.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

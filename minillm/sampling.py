@@ -55,7 +55,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 @cache
 def greedy_in_c(dtype: torch.dtype) -> Callable[..., None] | None:
-    """The same in C, in a tenth of the time; None where it cannot be had."""
+    """The same in C, in one pass over the logits; None where it cannot be had."""
     try:
         return function(library("greedy", dtype), "greedy", pointers=2, integers=2)
     except NotCompiled:
