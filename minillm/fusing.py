@@ -1,6 +1,5 @@
 """What lies between the matmuls of a layer, fused: norms, rotation, silu(gate) * up and residuals in one pass of C
-each; and, for steps of a few tokens, all that a layer does before its attention, and all that it does after, in one
-call each.
+each; and all that a layer does before its attention, and all that it does after, in one call each, matmuls included.
 
 torch runs RMSNorm as six operators, each of which reads and writes all numbers; at small batches what it costs to call
 them is most of the time. As in `packing`, modules of a loaded model are replaced from outside, the same numbers come
@@ -15,16 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minillm import host
 from minillm.model import Block, Llama, RMSNorm, Rotary, SiluTimes
 from minillm.native import STEP, NotCompiled, function, library
-from minillm.packing import PackedLinear, pack_weights, replace
+from minillm.packing import PackedLinear, PanelLinear, pack_weights, replace
 
 
-def few(lib: CDLL) -> int:
-    """Up to so many tokens C multiplies about as fast as memory gives it the weights: 16, or 1 where the CPU has no
-    instruction for it."""
-    return c_int64.in_dll(lib, "few").value
+def multiplies(lib: CDLL) -> bool:
+    """Whether its matmul is the best that this CPU can do."""
+    return bool(c_int64.in_dll(lib, "multiplies").value)
 
 
 class FusedNorm(nn.Module):
@@ -86,44 +83,6 @@ FUSED: dict[type[nn.Module], Callable[..., nn.Module]] = {
 }
 
 
-class RowLinear(PackedLinear):
-    """A packed Linear that also keeps its weight in rows, for steps of a few tokens.
-
-    Then reading the weights is all the work, and what it takes to prepare each call of oneDNN counts. The price is a
-    second copy of the weights in memory (but for a tied head, whose rows are the embedding).
-    """
-
-    def __init__(self, packed: PackedLinear, rows: Tensor, lib: CDLL):
-        nn.Module.__init__(self)
-        self.weight, self.bias, self.run = packed.weight, packed.bias, packed.run
-        self.rows = rows.detach()  # [out, in], not a parameter: the same numbers again
-        self.few = few(lib)
-        self.run_rows = function(lib, "rows", pointers=3, integers=3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, d = self.rows.shape
-        if x.numel() > self.few * d:
-            return super().forward(x)
-        x = x.contiguous()
-        y = x.new_empty(*x.shape[:-1], n)  # [..., out]
-        pointers = x.data_ptr(), self.rows.data_ptr(), y.data_ptr()
-        self.run_rows(*pointers, x.numel() // d, n, d, torch.get_num_threads())
-        return y if self.bias is None else y + self.bias
-
-
-def add_rows(model: Llama, lib: CDLL) -> None:
-    """A RowLinear in place of every packed one, where the second copy takes no more than an eighth of the memory."""
-    packed = [module for module in model.modules() if type(module) is PackedLinear]
-    if 8 * sum(linear.weight.nbytes for linear in packed) > host.memory_bytes():
-        return
-
-    def with_rows(linear: PackedLinear) -> RowLinear:
-        tied = model.config.tied and linear.weight is model.head.weight
-        return RowLinear(linear, model.embed.weight if tied else linear.weight.to_dense(), lib)
-
-    replace(model, {PackedLinear: with_rows})
-
-
 class FusedBlock(Block):
     """A Block whose first residual is one pass with the norm after it, and whose second is added in place."""
 
@@ -155,24 +114,21 @@ class FusedBlock(Block):
 
 
 class HalfBlocks(FusedBlock):
-    """A Block that computes a few tokens in two calls of C, before and after its attention."""
+    """A Block in two calls of C, before and after its attention, for weights in panels."""
 
     def __init__(self, block: Block, lib: CDLL):
         super().__init__(block, lib)
         attn, mlp = block.attn, block.mlp
-        self.heads, self.head_dim, self.d_ff = attn.heads, attn.head_dim, mlp.down.weight.shape[-1]
+        self.heads, self.head_dim, self.d_ff = attn.heads, attn.head_dim, mlp.gate_up.out_features // 2
         self.eps = block.attn_norm.eps, block.mlp_norm.eps
-        self.weights = [rows(linear).data_ptr() for linear in (attn.qkv, attn.o, mlp.gate_up, mlp.down)]
+        self.weights = [linear.weight.data_ptr() for linear in (attn.qkv, attn.o, mlp.gate_up, mlp.down)]
         self.norms = block.attn_norm.weight.data_ptr(), block.mlp_norm.weight.data_ptr()
-        self.few = few(lib)
-        self.run_before = function(lib, "before", pointers=6, integers=5, doubles=1)
+        self.run_before = function(lib, "before", pointers=7, integers=5, doubles=1)
         self.run_after = function(lib, "after", pointers=8, integers=4, doubles=1)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        if x.numel() > self.few * x.shape[-1]:
-            return super().forward(x, rope, attend)
         x = x.contiguous()
         q, k, v = self.before(x, *rope).split_with_sizes(self.heads, dim=-2)  # [..., T, H or Hkv, D]
         return self.after(attend(q, k, v).contiguous(), x)
@@ -180,10 +136,10 @@ class HalfBlocks(FusedBlock):
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Norm, qkv, rotation. x [..., T, d] -> [..., T, H + 2 Hkv, D]"""
         d, heads, D = x.shape[-1], sum(self.heads), self.head_dim
-        out = x.new_empty(*x.shape[:-1], heads, D)  # [..., T, H + 2 Hkv, D]
-        pointers = x.data_ptr(), self.norms[0], self.weights[0], cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+        normed, out = torch.empty_like(x), x.new_empty(*x.shape[:-1], heads, D)  # [..., T, H + 2 Hkv, D]
+        pointers = x.data_ptr(), self.norms[0], self.weights[0], cos.data_ptr(), sin.data_ptr()
         sizes = x.numel() // d, d, heads, heads - self.heads[-1], D
-        self.run_before(*pointers, *sizes, self.eps[0], torch.get_num_threads())
+        self.run_before(*pointers, normed.data_ptr(), out.data_ptr(), *sizes, self.eps[0], torch.get_num_threads())
         return out
 
     def after(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -197,13 +153,6 @@ class HalfBlocks(FusedBlock):
         return out
 
 
-def rows(linear: nn.Module) -> Tensor:
-    """The weight [out, in] of a Linear, as it lies in memory row by row."""
-    found = linear.rows if isinstance(linear, RowLinear) else linear.get_parameter("weight").detach()
-    assert found.is_contiguous() and found.layout == torch.strided
-    return found
-
-
 def fuse(model: Llama) -> Llama:
     """Replaces these modules in place where this machine can; returns the model."""
     c = model.config
@@ -214,13 +163,14 @@ def fuse(model: Llama) -> Llama:
     except NotCompiled:
         return model
     replace(model, {plain: partial(fused, lib=lib) for plain, fused in FUSED.items()})
-    add_rows(model, lib)
-    in_rows = not any(type(module) is PackedLinear for module in model.modules())
-    halves = in_rows and not (c.qkv_bias or c.qk_norm)
+    if multiplies(lib):
+        panels = partial(PanelLinear, lib=lib)
+        replace(model, {nn.Linear: panels, PackedLinear: panels})
+    halves = multiplies(lib) and not (c.qkv_bias or c.qk_norm)
     replace(model, {Block: partial(HalfBlocks if halves else FusedBlock, lib=lib)})
     return model
 
 
 def make_fast(model: Llama) -> Llama:
     """All that makes a loaded model faster on this machine without changing what it computes, in place."""
-    return fuse(pack_weights(model))
+    return pack_weights(fuse(model))

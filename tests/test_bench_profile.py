@@ -24,7 +24,7 @@ from minillm.bench.prefill import Spread
 from minillm.bench.profile import FUNCTIONS, PARTS, TURNS, Marks, Plan, Result, in_parts, measure, watched
 from minillm.bench.steady import Place, Steady
 from minillm.errors import InputError
-from minillm.fusing import HalfBlocks, fuse
+from minillm.fusing import FusedBlock, fuse
 from minillm.model import Llama
 
 CPU = torch.device("cpu")
@@ -249,18 +249,18 @@ def test_a_module_put_in_place_of_another_is_seen(tiny: Llama):
     assert profiling.in_order(list(found))[-2:] == ["quick", "left over"]
 
 
-@pytest.mark.parametrize("running", [1, 40])
-def test_the_halves_of_a_layer_are_parts_where_a_step_goes_through_them(running: int):
-    config = dataclasses.replace(TINY, d_model=64, head_dim=64, d_ff=64)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_halves_of_a_layer_are_parts_where_a_step_goes_through_them(bias: bool):
+    config = dataclasses.replace(TINY, d_model=64, head_dim=64, d_ff=64, qkv_bias=bias)
     model = fuse(Llama.random(config, seed=0, dtype=torch.float64))
-    if not isinstance(model.blocks[0], HalfBlocks):
+    if not isinstance(model.blocks[0], FusedBlock):
         pytest.skip("no C code here")
-    steady = Steady(model, running, 4, "gather")
-    steady.put(Place.decode(running, 4))
+    steady = Steady(model, 5, 4, "gather")
+    steady.put(Place.decode(5, 4))
     steady.fill()
     found = counted(steady)
     halves, whole = (found.get(name, 0) for name in ("before attention", "down"))
-    assert (halves, whole) == ((config.n_layers, 0) if running == 1 else (0, config.n_layers))
+    assert (halves, whole) == ((0, config.n_layers) if bias else (config.n_layers, 0))
     assert found.get("after attention", 0) == halves
 
 

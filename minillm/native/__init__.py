@@ -28,7 +28,7 @@ DTYPES = {
     torch.float32: ["-DREAL=float", "-DINT=int32_t"],
     torch.float64: ["-DREAL=double", "-DINT=int64_t"],
 }
-STEP = 32  # numbers that the C code reads and writes together
+STEP = 32  # numbers: what the C code reads and writes together, or twice that
 SECONDS = 60  # a compiler that takes longer does not answer
 
 

@@ -54,50 +54,67 @@ void rotate(stored *q, stored *k, const stored *cos, const stored *sin, int64_t 
     }
 }
 
-#define AHEAD 8192 /* bytes: so far before it is read, or a tile, a weight is asked for */
-#define INLINE static inline __attribute__((always_inline)) /* so that O and R are constants inside */
-
-/* LANES dot products at once, of O outputs (rows of the weight) and R rows of x; of them M and n are there. */
-INLINE void tile(const int O, const int R, const stored *x, const stored *weight, stored *out, int64_t M, int64_t n,
-                 int64_t d, int64_t stride) {
-    vec products[LANES];
-    for (int a = 0; a < LANES; a++) products[a] = all(0);
-    const int64_t whole = O * d * sizeof(stored), ahead = whole > AHEAD ? whole : AHEAD;
-    for (int64_t i = 0; i < d; i += STEP)
-#pragma GCC unroll 16
-        for (int o = 0; o < O; o++) {
-            const stored *w = weight + (o < n ? o : 0) * d + i;
-            for (unsigned b = 0; b < STEP * sizeof(stored); b += 64) __builtin_prefetch((const char *)w + ahead + b);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) products[r * O + o] = dot(products[r * O + o], w, x + (r < M ? r : 0) * d + i);
-        }
-    stored y[LANES];
-    narrow(sums(products), y);
-    for (int r = 0; r < R && r < M; r++)
-        for (int o = 0; o < O && o < n; o++) out[r * stride + o] = y[r * O + o];
-}
-
-/* Rows up to which `multiply` takes about as long as memory takes to give the weights. */
-#ifdef DOT
-const int64_t few = 16;
+#define AHEAD 8192 /* bytes: so far before it is read, a weight is asked for */
+#ifdef __AVX512F__
+#define ROWS (DOUBLE ? 6 : 12) /* so many, times two vectors of sums, and the weights are what the registers hold */
 #else
-const int64_t few = 1;
+#define ROWS (DOUBLE ? 3 : 6)
+#endif
+#define INLINE static inline __attribute__((always_inline)) /* so that R is a constant inside */
+
+const int64_t lanes = LANES; /* the layout of weights depends on it */
+
+/* Whether the matmul below is the best that this CPU can do: not where it has a matrix unit, which oneDNN uses. */
+#if defined(BF16) && defined(__AMX_BF16__)
+const int64_t multiplies = 0;
+#else
+const int64_t multiplies = 1;
 #endif
 
-/* Outputs from .. to - 1 of x times the weight: x [M, d], weight [n, d], out [M, n]. A weight is read from memory once,
-   in the order in which it lies. */
-static void multiply(const stored *x, const stored *weight, stored *out, int64_t M, int64_t n, int64_t d, int64_t from,
-                     int64_t to) {
-    const int O = M == 1 ? (few > 1 ? 16 : 1) : M == 2 ? 8 : M <= 4 ? 4 : 2;
-    for (int64_t o = from; o < to; o += O) {
-        const stored *w = weight + o * d;
-        stored *y = out + o;
-        if (O == 1) tile(1, 1, x, w, y, M, to - o, d, n); /* reading one after the other is what counts */
-        else if (O == 16) tile(16, 1, x, w, y, M, to - o, d, n);
-        else if (O == 8) tile(8, 2, x, w, y, M, to - o, d, n);
-        else if (O == 4) tile(4, 4, x, w, y, M, to - o, d, n);
-        else for (int64_t m = 0; m < M; m += 8) tile(2, 8, x + m * d, w, y + m * n, M - m, to - o, d, n);
+/* R rows of x times one panel. A weight [n, d] lies in panels of STEP outputs, [n / STEP, d / PAIR, STEP, PAIR] (see
+   `to_panels` in packing.py), so that all of it is read in the order in which it lies. x [R, d], out [R, n], of which
+   `left` outputs from here on are there; `first`: of the passes over this panel. */
+INLINE void tile(const int R, const int first, const stored *x, const stored *panel, stored *out, int64_t left,
+                 int64_t n, int64_t d) {
+    vec y[ROWS][2];
+    for (int r = 0; r < R; r++) y[r][0] = y[r][1] = all(0);
+    for (int64_t i = 0; i < d; i += PAIR, panel += STEP * PAIR) {
+        for (unsigned b = 0; first && b < STEP * PAIR * sizeof(stored); b += 64)
+            __builtin_prefetch((const char *)panel + AHEAD + b);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            y[r][0] = pairs(y[r][0], x + r * d + i, panel);
+            y[r][1] = pairs(y[r][1], x + r * d + i, panel + LANES * PAIR);
+        }
     }
+    for (int r = 0; r < R; r++, out += n) {
+        if (left >= STEP) store(out, y[r][0], y[r][1]);
+        else {
+            stored part[STEP];
+            store(part, y[r][0], y[r][1]);
+            memcpy(out, part, left * sizeof(stored));
+        }
+    }
+}
+
+/* Outputs from .. to - 1 of x times the weight: x [M, d], panels of a weight [n, d], out [M, n]. A panel comes from
+   memory once and is still in the cache for the next rows. */
+static void multiply(const stored *x, const stored *panels, stored *out, int64_t M, int64_t n, int64_t d, int64_t from,
+                     int64_t to) {
+    const int64_t passes = (M + ROWS - 1) / ROWS;
+    for (int64_t o = from; o < to; o += STEP)
+        for (int64_t pass = 0; pass < passes; pass++) {
+            const int64_t m = M * pass / passes;
+            switch (M * (pass + 1) / passes - m) {
+#define CASE(R)                                                                                     \
+    case R:                                                                                         \
+        if (R > ROWS) __builtin_unreachable();                                                      \
+        if (pass) tile(R, 0, x + m * d, panels + o * d, out + m * n + o, to - o, n, d);             \
+        else tile(R, 1, x, panels + o * d, out + o, to - o, n, d);                                  \
+        break;
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+            }
+        }
 }
 
 typedef struct {
@@ -111,14 +128,15 @@ static part share(int64_t n, int64_t piece) {
     return (part){pieces * me / all * piece, to < n ? to : n};
 }
 
-/* out = x times the weight: x [M, d], weight [n, d], out [M, n]. */
-void rows(const stored *x, const stored *weight, stored *out, int64_t M, int64_t n, int64_t d, int threads) {
+/* out = x times the weight: x [M, d], panels of a weight [n, d], out [M, n]. */
+void linear(const stored *x, const stored *panels, stored *out, int64_t M, int64_t n, int64_t d, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         const part p = share(n, STEP);
-        multiply(x, weight, out, M, n, d, p.from, p.to);
+        multiply(x, panels, out, M, n, d, p.from, p.to);
     }
 }
+
 static inline vec silu(vec x) { return rounded(x / (exponential(-x) + 1)); }
 
 /* out = silu(gate) * up, n numbers each. */
@@ -161,15 +179,16 @@ void add_norm(const stored *x, const stored *y, const stored *weight, stored *su
 }
 
 /* The half of a layer before its attention: norm, then q, k and v, then the `turned` heads of q and k rotated.
-   x [M, d], cos and sin [M, D], out [M, heads, D]. Each thread norms x for itself: that is less than to wait for it. */
-void before(const stored *x, const stored *norm, const stored *qkv, const stored *cos, const stored *sin, stored *out,
-            int64_t M, int64_t d, int64_t heads, int64_t turned, int64_t D, double eps, int threads) {
+   x and normed [M, d], cos and sin [M, D], out [M, heads, D]; qkv in panels. */
+void before(const stored *x, const stored *norm, const stored *qkv, const stored *cos, const stored *sin,
+            stored *normed, stored *out, int64_t M, int64_t d, int64_t heads, int64_t turned, int64_t D, double eps,
+            int threads) {
     const int64_t n = heads * D;
 #pragma omp parallel num_threads(threads)
     {
-        stored normed[M * d];
-        for (int64_t m = 0; m < M; m++) norm_row(x + m * d, norm, normed + m * d, d, eps);
-        const part p = share(n, D);
+        const part row = share(M, 1), p = share(n, D);
+        for (int64_t m = row.from; m < row.to; m++) norm_row(x + m * d, norm, normed + m * d, d, eps);
+#pragma omp barrier
         multiply(normed, qkv, out, M, n, d, p.from, p.to);
         for (int64_t m = 0; m < M; m++)
             for (int64_t at = p.from; at < p.to && at < turned * D; at += D)
@@ -178,21 +197,24 @@ void before(const stored *x, const stored *norm, const stored *qkv, const stored
 }
 
 /* The half after it: y = x + o(attended), then y + down(silu(gate) * up) with gate and up of y's norm.
-   attended [M, a], x and out [M, d], scratch M * (3 f + d) numbers for gate and up [M, 2 f] and what follows. */
+   attended [M, a], x and out [M, d], scratch M * (3 f + d) numbers for gate and up [M, 2 f] and what follows; the
+   weights in panels. */
 void after(const stored *attended, const stored *x, const stored *o, const stored *norm, const stored *gate_up,
            const stored *down, stored *scratch, stored *out, int64_t M, int64_t a, int64_t d, int64_t f, double eps,
            int threads) {
     stored *const both = scratch, *const product = both + M * 2 * f, *const last = product + M * f;
 #pragma omp parallel num_threads(threads)
     {
-        const part p = share(d, STEP), q = share(f, STEP);
+        const part row = share(M, 1), p = share(d, STEP), q = share(f, STEP);
         multiply(attended, o, out, M, d, a, p.from, p.to);
-        for (int64_t m = 0; m < M; m++) add_row(x + m * d + p.from, out + m * d + p.from, out + m * d + p.from, p.to - p.from);
 #pragma omp barrier
-        stored normed[M * d];
-        for (int64_t m = 0; m < M; m++) norm_row(out + m * d, norm, normed + m * d, d, eps);
-        multiply(normed, gate_up, both, M, 2 * f, d, q.from, q.to);
-        multiply(normed, gate_up, both, M, 2 * f, d, f + q.from, f + q.to);
+        for (int64_t m = row.from; m < row.to; m++) {
+            add_row(x + m * d, out + m * d, out + m * d, d);
+            norm_row(out + m * d, norm, last + m * d, d, eps);
+        }
+#pragma omp barrier
+        multiply(last, gate_up, both, M, 2 * f, d, q.from, q.to);
+        multiply(last, gate_up, both, M, 2 * f, d, f + q.from, f + q.to);
         for (int64_t m = 0; m < M; m++) {
             const stored *gate = both + m * 2 * f + q.from;
             silu_row(gate, gate + f, product + m * f + q.from, q.to - q.from);

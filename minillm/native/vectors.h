@@ -1,4 +1,4 @@
-/* 16 numbers at a time, in plain C: gcc's and clang's vector extension makes the best of what the CPU has.
+/* Some numbers at a time, in plain C: gcc's and clang's vector extension makes the best of what the CPU has.
 
    The compiler is told (-D) REAL, the type to compute in, INT, the integer as wide, and BF16 if memory holds
    bfloat16 (a float whose lower 16 bits are cut off). STEP numbers are read and written together. */
@@ -11,7 +11,11 @@
 #include <immintrin.h>
 #endif
 
+#ifdef __AVX512F__
 #define LANES 16
+#else
+#define LANES 8 /* more than a register holds is slow: gcc keeps it in memory */
+#endif
 #define STEP (2 * LANES)
 
 typedef REAL vec __attribute__((vector_size(LANES * sizeof(REAL))));
@@ -55,18 +59,32 @@ static inline void store(stored *to, vec a, vec b) {
 }
 #endif
 
-/* sum + the products of STEP numbers, two to a lane. */
-static inline vec dot(vec sum, const stored *a, const stored *b) {
-#ifdef DOT
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
+static inline vec all(REAL x) { return (vec){0} + x; }
+
+#ifdef BF16
+#define PAIR 2 /* numbers that a lane multiplies in one instruction, where there is one */
 #else
-    vec x[2], y[2];
-    load(a, x), load(b, y);
-    return sum + x[0] * y[0] + x[1] * y[1];
+#define PAIR 1
+#endif
+
+/* sum + products: PAIR numbers of a, the same for all lanes, times each lane's own PAIR of b. */
+static inline vec pairs(vec sum, const stored *a, const stored *b) {
+#ifdef DOT
+    int32_t both;
+    memcpy(&both, a, sizeof both);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)_mm512_loadu_si512(b));
+#elif defined(BF16)
+    INT both;
+    vec y[2];
+    memcpy(&both, a, sizeof both), load(b, y);
+    return sum + (vec)((ivec){0} + (both << 16)) * y[0] + (vec)((ivec){0} + (both & UPPER)) * y[1];
+#else
+    vec y;
+    memcpy(&y, b, sizeof y);
+    return sum + a[0] * y;
 #endif
 }
 
-static inline vec all(REAL x) { return (vec){0} + x; }
 static inline vec choose(ivec which, vec a, vec b) { return (vec)((which & (ivec)a) | (~which & (ivec)b)); }
 
 static inline REAL sum(vec x) {
@@ -75,9 +93,14 @@ static inline REAL sum(vec x) {
     return y;
 }
 
-/* The sums of 16 vectors as one vector: neighbours are added pairwise, four times. */
+/* The sums of LANES vectors as one vector: neighbours are added pairwise until one is left. */
+#if LANES == 16
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#else
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#endif
 static inline vec sums(vec x[LANES]) {
     for (int n = LANES / 2; n > 0; n /= 2)
         for (int i = 0; i < n; i++) {

@@ -9,6 +9,7 @@ import torch
 from minillm.bench.harness import now
 from minillm.errors import InputError
 from minillm.model import Llama
+from minillm.packing import in_rows
 from minillm.weights import sources_of, split_shape
 
 
@@ -45,8 +46,7 @@ def from_llama(model: Llama) -> Any:
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         rows = [shape[0] for shape in split_shape(name, tuple(parameter.shape), c)]
-        plain = parameter.to_dense() if parameter.is_mkldnn else parameter  # see `packing`
-        weights.update(zip(sources_of(name), plain.split(rows), strict=True))
+        weights.update(zip(sources_of(name), in_rows(model, name).split(rows), strict=True))
     if c.tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     peer: Any = LlamaForCausalLM(LlamaConfig(**settings))
