@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
-        self.run = torch.ops.mkldnn._linear_pointwise.default
+        self.run: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.run(x, self.weight, self.bias, "none", [], "")  # [..., out]
@@ -54,7 +54,7 @@ class PanelLinear(PackedLinear):
         self.out_features, self.lanes = len(rows), c_int64.in_dll(lib, "lanes").value
         self.weight = nn.Parameter(to_panels(rows, self.lanes), requires_grad=False)
         self.bias = linear.bias
-        self.run: Callable[..., None] = function(lib, "linear", pointers=3, integers=3)
+        self.run = function(lib, "linear", pointers=3, integers=3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()

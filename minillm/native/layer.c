@@ -55,12 +55,6 @@ void rotate(stored *q, stored *k, const stored *cos, const stored *sin, int64_t 
 }
 
 #define AHEAD 8192 /* bytes: so far before it is read, a weight is asked for */
-#ifdef __AVX512F__
-#define ROWS (DOUBLE ? 6 : 12) /* so many, times two vectors of sums, and the weights are what the registers hold */
-#else
-#define ROWS (DOUBLE ? 3 : 6)
-#endif
-#define INLINE static inline __attribute__((always_inline)) /* so that R is a constant inside */
 
 const int64_t lanes = LANES; /* the layout of weights depends on it */
 
@@ -77,16 +71,7 @@ const int64_t multiplies = 1;
 INLINE void tile(const int R, const int first, const stored *x, const stored *panel, stored *out, int64_t left,
                  int64_t n, int64_t d) {
     vec y[ROWS][2];
-    for (int r = 0; r < R; r++) y[r][0] = y[r][1] = all(0);
-    for (int64_t i = 0; i < d; i += PAIR, panel += STEP * PAIR) {
-        for (unsigned b = 0; first && b < STEP * PAIR * sizeof(stored); b += 64)
-            __builtin_prefetch((const char *)panel + AHEAD + b);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            y[r][0] = pairs(y[r][0], x + r * d + i, panel);
-            y[r][1] = pairs(y[r][1], x + r * d + i, panel + LANES * PAIR);
-        }
-    }
+    product(R, x, d, PAIR, panel, d / PAIR, y, first ? AHEAD : 0);
     for (int r = 0; r < R; r++, out += n) {
         if (left >= STEP) store(out, y[r][0], y[r][1]);
         else {
@@ -104,16 +89,11 @@ static void multiply(const stored *x, const stored *panels, stored *out, int64_t
     const int64_t passes = (M + ROWS - 1) / ROWS;
     for (int64_t o = from; o < to; o += STEP)
         for (int64_t pass = 0; pass < passes; pass++) {
-            const int64_t m = M * pass / passes;
-            switch (M * (pass + 1) / passes - m) {
-#define CASE(R)                                                                                     \
-    case R:                                                                                         \
-        if (R > ROWS) __builtin_unreachable();                                                      \
-        if (pass) tile(R, 0, x + m * d, panels + o * d, out + m * n + o, to - o, n, d);             \
-        else tile(R, 1, x, panels + o * d, out + o, to - o, n, d);                                  \
-        break;
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-            }
+            const int64_t m = M * pass / passes, rows = M * (pass + 1) / passes - m;
+#define FIRST_PASS(R) tile(R, 1, x, panels + o * d, out + o, to - o, n, d)
+#define OTHER(R) tile(R, 0, x + m * d, panels + o * d, out + m * n + o, to - o, n, d)
+            if (pass) switch (rows) { CASES(OTHER) }
+            else switch (rows) { CASES(FIRST_PASS) }
         }
 }
 
