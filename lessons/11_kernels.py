@@ -589,7 +589,7 @@ lab.check("11", "paged_decode")
 # kernel; hence the second mask, by position. It may be one of several programs that share a text (`split`). And it
 # computes powers of 2, for which the hardware has an instruction; the scale holds the factor. The package has the loop
 # a third time, in C for CPUs ([`attention.c`](../minillm/native/attention.c)): there the rows are the G heads of one
-# token.
+# token, or, in a chunk, one head of up to 32 tokens.
 
 # %%
 file = Path(kernels.__file__).with_name("triton_kernel.py")

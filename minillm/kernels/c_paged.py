@@ -1,8 +1,8 @@
 """Attention in C over the slot table (native/attention.c): each K and V is read once, where it lies.
 
 Nothing is gathered and nothing padded, so there is nothing to prepare: a token needs its row of the table and its
-position. Single tokens and chunks are the same to it. The idea is PagedAttention's (Kwon et al. 2023), with the online
-softmax of FlashAttention (Dao et al. 2022).
+position. A chunk goes in blocks of neighbouring queries, which read K and V together. The idea is PagedAttention's
+(Kwon et al. 2023), with the online softmax of FlashAttention (Dao et al. 2022).
 """
 
 from collections.abc import Callable
