@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import TINY
 
+from minillm import native
 from minillm.bench import ceiling
 from minillm.bench.ceiling import Ceilings, floor_seconds, layer_weights
 from minillm.bench.harness import Job, Step, run
@@ -57,6 +58,18 @@ def test_the_fastest_of_several_counts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
     assert ceiling.fastest(lambda: calls.append(1), torch.device("cpu"), 9.0) == 1.0
     assert len(calls) == 4  # and one to warm up
+
+
+@pytest.mark.parametrize("seconds", [(4.0, 2.0), (2.0, 4.0)])
+def test_the_faster_of_two_products_counts(seconds: tuple[float, float], monkeypatch: pytest.MonkeyPatch):
+    """torch's and, where it is compiled, our own: what can be beaten is no ceiling."""
+    try:
+        native.library("layer", torch.float32)
+    except native.NotCompiled as error:
+        pytest.skip(f"no C code here: {error}")
+    times = iter((1.0, 1.0, *seconds))  # reading, copying and the two
+    monkeypatch.setattr(ceiling, "fastest", lambda *_: next(times))
+    assert ceiling.measure(torch.device("cpu"), torch.float32).flops_per_s == 2 * 2048**3 / 2.0
 
 
 def test_the_better_of_two_measurements_counts():

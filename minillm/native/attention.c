@@ -3,7 +3,8 @@
    For one query and one key-value head, the keys come in pieces of KEYS. Of each piece the scores are computed and
    the softmax goes on from where it was (Milakov & Gimelshein 2018): a larger maximum shrinks what was summed before.
    So every K and V is read once, straight from its slot, for all G query heads of its group, and nothing is written
-   but the answer. While K is read, V of the same slots is asked for, and while V is read, the next K.
+   but the answer. While K is read, V of the same slots is asked for, and while V is read, the next K. Many queries of
+   one sequence go together, in blocks (blocks.h).
 
    The compiler is told, besides what vectors.h wants, D, the head dim (a multiple of STEP), and G = H / Hkv. */
 
@@ -73,110 +74,16 @@ static void attend_one(const stored *q, const stored *k, const stored *v, const 
             store(out + g * D + w * LANES, acc[g][w] / total[g], acc[g][w + 1] / total[g]);
 }
 
-#define QUERIES STEP /* that go together */
-#define FEWER 16     /* than so many go faster one by one */
-#define WORDS (D / PAIR)
-
-/* The same for n <= QUERIES neighbours of one sequence, as FlashAttention does it: a piece of K and V is read once for
-   all of them, and both sums are matrix products, of K's rows times the queries and of V's columns times the weights
-   (in bfloat16 the weights are rounded for that). A lane is a query, so the softmax adds up no lanes.
-   q and out: G heads of D for each query, with so many numbers from query to query. */
-static void attend_block(const stored *q, const stored *k, const stored *v, const int64_t *slots,
-                         const int64_t *positions, int n, int64_t q_stride, int64_t out_stride, stored *out) {
-    stored query[G][WORDS][QUERIES * PAIR], weights[KEYS / PAIR][QUERIES * PAIR];
-    stored keys[KEYS][D], values[KEYS / PAIR][D * PAIR];
-    vec acc[G][D][2], score[KEYS][2], most[G][2], total[G][2], y[ROWS][2], x[LANES];
-    INT position[QUERIES], least = positions[0], length = 0;
-    ivec at[2];
-    for (int t = 0; t < QUERIES; t++) {
-        position[t] = positions[t < n ? t : n - 1]; /* past the end: the last again */
-        least = position[t] < least ? position[t] : least, length = position[t] < length ? length : position[t] + 1;
-    }
-    memcpy(at, position, sizeof at);
-    for (int g = 0; g < G; g++)
-        for (int half = 0; half < 2; half++) {
-            for (int w = 0; w < WORDS; w += LANES) { /* queries become columns */
-                for (int i = 0, t = half * LANES; i < LANES; i++, t++)
-                    memcpy(x + i, q + (t < n ? t : n - 1) * q_stride + g * D + w * PAIR, sizeof *x);
-                transpose(x);
-                for (int i = 0; i < LANES; i++) memcpy(query[g][w + i] + half * LANES * PAIR, x + i, sizeof *x);
-            }
-            for (int d = 0; d < D; d++) acc[g][d][half] = all(0);
-            most[g][half] = all(-INFINITY), total[g][half] = all(0);
-        }
-    for (INT from = 0; from < length; from += KEYS, slots += KEYS) {
-        const int there = length - from < KEYS ? length - from : KEYS;
-        for (int j = 0; j < KEYS; j += PAIR) { /* K as it is, of V PAIR positions side by side, as `load` orders it */
-            int64_t slot[PAIR];
-            for (int i = 0; i < PAIR; i++) {
-                slot[i] = slots[j + i < there ? j + i : there - 1];
-                memcpy(keys[j + i], k + slot[i] * D, sizeof *keys);
-            }
-            for (int d = 0; d < D; d += STEP) {
-                vec rows[PAIR][2], both[PAIR];
-                for (int i = 0; i < PAIR; i++) load(v + slot[i] * D + d, rows[i]);
-                for (int half = 0; half < 2; half++) {
-                    for (int i = 0; i < PAIR; i++) both[i] = rows[i][half];
-                    put(values[j / PAIR] + (d + half * LANES) * PAIR, both);
-                }
-            }
-        }
-        for (int g = 0; g < G; g++) {
-            vec top[2] = {most[g][0], most[g][1]}, shrink[2];
-            for (int j = 0; j < KEYS; j += ROWS) {
-                const int rows = KEYS - j < ROWS ? KEYS - j : ROWS;
-#define SCORES(R) product(R, keys[j], D, PAIR, query[g][0], WORDS, y, 0)
-                switch (rows) { CASES(SCORES) }
-                for (int r = 0; r < rows; r++)
-                    for (int half = 0; half < 2; half++) {
-                        vec scaled = y[r][half] * (REAL)(1 / sqrt(D));
-                        if (from + j + r > least) scaled = choose(at[half] >= from + j + r, scaled, all(-INFINITY));
-                        score[j + r][half] = scaled;
-                        top[half] = choose(scaled > top[half], scaled, top[half]);
-                    }
-            }
-            for (int half = 0; half < 2; half++) {
-                shrink[half] = exponential(most[g][half] - top[half]);
-                most[g][half] = top[half], total[g][half] *= shrink[half];
-                for (int j = 0; j < KEYS; j += PAIR) {
-                    vec weight[PAIR];
-                    for (int i = 0; i < PAIR; i++)
-                        total[g][half] += weight[i] = exponential(score[j + i][half] - top[half]);
-                    put(weights[j / PAIR] + half * LANES * PAIR, weight);
-                }
-            }
-            for (int d = 0; d < D; d += ROWS) {
-                const int rows = D - d < ROWS ? D - d : ROWS;
-#define SUMS(R) product(R, values[0] + d * PAIR, PAIR, D * PAIR, weights[0], KEYS / PAIR, y, 0)
-                switch (rows) { CASES(SUMS) }
-                for (int r = 0; r < rows; r++)
-                    for (int half = 0; half < 2; half++)
-                        acc[g][d + r][half] = acc[g][d + r][half] * shrink[half] + y[r][half];
-            }
-        }
-    }
-    for (int g = 0; g < G; g++)
-        for (int half = 0; half < 2; half++)
-            for (int d = 0; d < D; d += STEP) { /* columns become answers, in the order in which `store` takes them */
-                vec other[LANES];
-                for (int i = 0; i < LANES; i++) {
-                    x[i] = acc[g][d + i][half] / total[g][half];
-                    other[i] = acc[g][d + LANES + i][half] / total[g][half];
-                }
-                transpose(x), transpose(other);
-                for (int i = 0, t = half * LANES; i < LANES && t < n; i++, t++)
-                    store(out + t * out_stride + g * D + d, x[i], other[i]);
-            }
-}
+#include "blocks.h"
 
 /* The new K and V go to their slots, then every query attends.
    q [T, Hkv * G, D], new_k and new_v [T, Hkv, D], each with its stride of so many numbers from token to token;
-   out [T, Hkv * G, D]; k and v [Hkv, slots, D], head_stride from head to head; table [rows, max_len]; seq, positions and
-   slots [T]. */
+   out [T, Hkv * G, D]; k and v [Hkv, slots, D], head_stride from head to head; table [rows, max_len]; seq, positions
+   and slots [T]. */
 void attend(const stored *q, const stored *new_k, const stored *new_v, stored *out, stored *k, stored *v,
             const int64_t *table, const int64_t *seq, const int64_t *positions, const int64_t *slots, int64_t T,
-            int64_t Hkv, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t head_stride, int64_t table_stride,
-            int threads) {
+            int64_t Hkv, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t head_stride,
+            int64_t table_stride, int threads) {
     int64_t first[T + 1], blocks = 0; /* a block: neighbours of one sequence */
     for (int64_t t = 0; t < T; t++) {
         if (t == 0 || seq[t] != seq[t - 1] || t - first[blocks - 1] == QUERIES) first[blocks++] = t;
@@ -191,7 +98,8 @@ void attend(const stored *q, const stored *new_k, const stored *new_v, stored *o
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t h = 0; h < Hkv; h++) {
             const int64_t from = first[b], n = first[b + 1] - from, *row = table + seq[from] * table_stride;
-            const stored *mine = q + from * q_stride + h * G * D, *keys = k + h * head_stride, *values = v + h * head_stride;
+            const stored *keys = k + h * head_stride, *values = v + h * head_stride;
+            const stored *mine = q + from * q_stride + h * G * D;
             stored *to = out + from * out_stride + h * G * D;
             if (n >= FEWER) attend_block(mine, keys, values, row, positions + from, n, q_stride, out_stride, to);
             else

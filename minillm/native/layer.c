@@ -1,5 +1,5 @@
-/* What a layer does beside attention: norm, rotation, silu(gate) * up and sums in one pass each, the matmul of a few rows, and
-   of these the two halves of a layer, before and after its attention, for steps of a few tokens.
+/* What a layer does beside attention: norm, rotation, silu(gate) * up and sums in one pass each, the matmul, and of these
+   the two halves of a layer, before and after its attention.
 
    They round to memory's type where `model` does, so the same numbers come out. All sizes are multiples of STEP, but
    for the outputs of `rows`. */
@@ -201,6 +201,9 @@ void after(const stored *attended, const stored *x, const stored *o, const store
         }
 #pragma omp barrier
         multiply(product, down, last, M, d, f, p.from, p.to);
-        for (int64_t m = 0; m < M; m++) add_row(last + m * d + p.from, out + m * d + p.from, out + m * d + p.from, p.to - p.from);
+        for (int64_t m = 0; m < M; m++) {
+            stored *const y = out + m * d + p.from;
+            add_row(last + m * d + p.from, y, y, p.to - p.from);
+        }
     }
 }

@@ -104,7 +104,8 @@ INLINE void product(const int R, const stored *x, int64_t x_row, int64_t x_step,
                     vec y[ROWS][2], const int ahead) {
     for (int r = 0; r < R; r++) y[r][0] = y[r][1] = all(0);
     for (int64_t i = 0; i < steps; i++, x += x_step, panel += STEP * PAIR) {
-        for (unsigned b = 0; ahead && b < STEP * sizeof(REAL); b += 64) __builtin_prefetch((const char *)panel + ahead + b);
+        for (unsigned b = 0; ahead && b < STEP * sizeof(REAL); b += 64)
+            __builtin_prefetch((const char *)panel + ahead + b);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             y[r][0] = pairs(y[r][0], x + r * x_row, panel);
