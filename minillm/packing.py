@@ -59,6 +59,7 @@ class PanelLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         n, d = self.out_features, x.shape[-1]
+        assert d == self.weight.shape[-1] and x.dtype == self.weight.dtype
         y = x.new_empty(*x.shape[:-1], n)  # [..., out]
         pointers = x.data_ptr(), self.weight.data_ptr(), y.data_ptr()
         self.run(*pointers, x.numel() // d, n, d, torch.get_num_threads())

@@ -311,6 +311,16 @@ def test_llama_server_is_waited_for_until_it_has_loaded(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_llama_server_may_lie_in_the_folder_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "llama-server", FAKE_PEER)
+    (tmp_path / "w.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    models = Models("m", peer_server=Path("llama-server"), peer_gguf=Path("w.gguf"))
+    models.check()
+    with peer(models, 1, tmp_path) as (url, _):
+        assert url.startswith("http://127.0.0.1:")
+
+
 def test_a_server_that_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> None:
     gguf = tmp_path / "w.gguf"
     gguf.write_bytes(b"GGUF")

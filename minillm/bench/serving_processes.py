@@ -143,7 +143,9 @@ def peer(models: Models, clients: int, folder: Path) -> Iterator[tuple[str, int]
             return url
         return None
 
-    with process([str(models.peer_server), *where, *peer_options(clients)], log) as server:
+    assert models.peer_server is not None
+    program = str(models.peer_server.absolute())  # a bare name is a file here, and Popen would look for it on the PATH
+    with process([program, *where, *peer_options(clients)], log) as server:
         yield wait_for("llama-server", server, log, healthy), server.pid
 
 

@@ -2,7 +2,7 @@
    the two halves of a layer, before and after its attention.
 
    They round to memory's type where `model` does, so the same numbers come out. All sizes are multiples of STEP, but
-   for the outputs of `rows`. */
+   for the outputs of `linear`. */
 
 #include "vectors.h"
 
