@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from minillm.model import Block, Llama, RMSNorm, Rotary, SiluTimes
 from minillm.native import STEP, NotCompiled, function, library
-from minillm.packing import PackedLinear, PanelLinear, pack_weights, replace
+from minillm.packing import PackedLinear, pack_weights, replace
+from minillm.panels import PanelLinear
 
 
 def multiplies(lib: CDLL) -> bool:

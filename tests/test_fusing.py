@@ -17,8 +17,9 @@ from minillm.config import Config
 from minillm.errors import InputError
 from minillm.fusing import FUSED, FusedBlock, FusedNorm, FusedRotary, FusedSiluTimes, HalfBlocks, fuse, make_fast
 from minillm.model import Llama, RMSNorm, Rotary, SiluTimes, rope_frequencies, rope_table
-from minillm.packing import PackedLinear, PanelLinear, can_pack, from_panels, in_rows, pack_weights, to_panels
+from minillm.packing import PackedLinear, can_pack, pack_weights
 from minillm.packing import replace as replace_modules
+from minillm.panels import PanelLinear, from_panels, in_rows, to_panels
 
 Build = tuple[torch.dtype, CDLL]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

@@ -17,7 +17,7 @@ from torch import nn
 from minillm.bench.harness import Step, now
 from minillm.config import Config
 from minillm.native import NotCompiled, library
-from minillm.packing import PanelLinear
+from minillm.panels import PanelLinear
 
 
 @dataclass(frozen=True)

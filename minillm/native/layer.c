@@ -66,7 +66,7 @@ const int64_t multiplies = 1;
 #endif
 
 /* R rows of x times one panel. A weight [n, d] lies in panels of STEP outputs, [n / STEP, d / PAIR, STEP, PAIR] (see
-   `to_panels` in packing.py), so that all of it is read in the order in which it lies. x [R, d], out [R, n], of which
+   `to_panels` in panels.py), so that all of it is read in the order in which it lies. x [R, d], out [R, n], of which
    `left` outputs from here on are there; `first`: of the passes over this panel. */
 INLINE void tile(const int R, const int first, const stored *x, const stored *panel, stored *out, int64_t left,
                  int64_t n, int64_t d) {

@@ -9,7 +9,7 @@ import torch
 from minillm.bench.harness import now
 from minillm.errors import InputError
 from minillm.model import Llama
-from minillm.packing import in_rows
+from minillm.panels import in_rows
 from minillm.weights import sources_of, split_shape
 
 
