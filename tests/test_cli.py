@@ -20,6 +20,7 @@ import tomllib
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,10 @@ def tiny_args(folder: Path, *more: object) -> tuple[object, ...]:
 
 
 def start(*args: object, **options: object) -> "subprocess.Popen[bytes]":
+    """Ctrl-C reaches it, also where the tests run in the background of a shell, whose children ignore SIGINT."""
     command = [sys.executable, "-m", "minillm", *map(str, args)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT} | options
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "preexec_fn": listens} | options
     return subprocess.Popen(command, **options)  # type: ignore[call-overload,no-any-return]
 
 
