@@ -100,7 +100,7 @@ browser: $(VENV)/.dev ## test the server's page in headless Chromium, which must
 	$(PIP) install -q -c constraints.txt -e '.[browser]'
 	$(PY) -m pytest tests/test_live_browser.py $(ARGS)
 
-bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (an hour)
+bench: $(VENV)/.dev $(WEIGHTS) ## measure everything anew: results/MACHINE.json, the plots, README's tables (under an hour)
 	@mkdir -p results
 	$(MINILLM) bench --preset full --json $(RESULTS).json --plot $(RESULTS)-ladder.png --peer transformers $(PEERS)
 	$(MINILLM) bench queue --json $(RESULTS).json --plot $(RESULTS)-queue.png

@@ -1,6 +1,6 @@
 """A matmul of our own, and the layout of weights that it reads: panels, from the first byte to the last.
 
-`native/layer.c` multiplies one panel of outputs by up to 12 rows of x at a time. That it can be called from C is what
+`native/layer.c` multiplies one panel of outputs by a few rows of x at a time. That it can be called from C is what
 lets `fusing` make one call of half a layer, which oneDNN's (see `packing`) does not.
 """
 

@@ -1,13 +1,11 @@
 """Attention in C against attention of each sequence alone, with every slot that it may not read spoilt."""
 
-from collections.abc import Callable
-from ctypes import c_int64
 from dataclasses import replace
-from functools import cache
 from itertools import product
 
 import pytest
 import torch
+from builds import builds, compiled_for
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,30 +50,13 @@ def test_each_sequence_gets_what_it_gets_alone(
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-def builds() -> list[str]:
-    """For this CPU; where it has AVX-512, also as a CPU without it compiles it."""
-    return (
-        ["native", "x86-64-v3"]
-        if c_int64.in_dll(native.library("layer", torch.float32), "lanes").value == 16
-        else ["native"]
-    )
-
-
 @pytest.mark.parametrize("build", builds())
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [*TOLERANCE])
 def test_blocks_of_queries(build: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Every kind of end of a block and of a piece, for two neighbours with a text that decodes between them."""
-
-    @cache
-    def compiled(dtype: torch.dtype, D: int, G: int) -> Callable[..., None]:
-        lib = native.library.__wrapped__("attention", dtype, D=D, G=G)
-        return native.function(lib, "attend", pointers=10, integers=7)
-
     model = Llama.random(SHAPES[shape], dtype=dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "FLAGS", [flag.replace("=native", f"={build}") for flag in native.FLAGS])
-        patch.setattr("minillm.kernels.c_paged.compiled", compiled)
+    with compiled_for(build):
         for n, start in product((15, 16, 17, 31, 32, 33, 48, 80), (0, 1, 15, 31, 33, 96)):
             sizes = [(start, n), (40, 1), (97 - start, 96 - n)]  # computed, new
             plan, used = [], 0

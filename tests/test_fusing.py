@@ -1,10 +1,11 @@
 """Fused modules: the numbers of the ones that they replace, and nothing where they cannot be had."""
 
-from ctypes import CDLL, c_int64
+from ctypes import CDLL
 from dataclasses import replace
 
 import pytest
 import torch
+from builds import builds, compiled_for
 from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,26 +25,16 @@ from minillm.panels import PanelLinear, from_panels, in_rows, to_panels
 Build = tuple[torch.dtype, CDLL]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 try:
-    LIBRARIES = {dtype: native.library("layer", dtype) for dtype in DTYPES}
+    BUILDS: list[Build] = []
+    for build in builds():
+        with compiled_for(build):
+            BUILDS += [(dtype, native.library("layer", dtype)) for dtype in DTYPES]
 except native.NotCompiled as error:
     pytest.skip(f"no C code here: {error}", allow_module_level=True)
 
-
-def also_without_avx512() -> list[Build]:
-    """The library for each dtype; where this CPU has AVX-512, also as a CPU without it compiles it."""
-    found = list(LIBRARIES.items())
-    if c_int64.in_dll(LIBRARIES[torch.float32], "lanes").value == 16:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "FLAGS", [flag.replace("=native", "=x86-64-v3") for flag in native.FLAGS])
-            found += [(dtype, native.library.__wrapped__("layer", dtype)) for dtype in DTYPES]
-    return found
-
-
-BUILDS = also_without_avx512()
-
 WIDE = replace(TINY, d_model=96, head_dim=64, d_ff=160)
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 0.0}  # relative: in bf16 the very same numbers
-builds = st.sampled_from(BUILDS)
+any_build = st.sampled_from(BUILDS)
 leads = st.sampled_from([(), (1,), (7,), (130,), (2, 3), (2, 1, 5)])
 
 
@@ -57,7 +48,7 @@ def modules(model: Llama, kind: type[nn.Module]) -> int:
 
 
 @given(
-    build=builds,
+    build=any_build,
     lead=leads,
     d=st.sampled_from([32, 64, 576]),
     scale=st.sampled_from([1e-3, 1.0, 1e3]),
@@ -73,7 +64,7 @@ def test_norm(build: Build, lead: tuple[int, ...], d: int, scale: float, strided
     assert torch.equal(x, kept)
 
 
-@given(build=builds, lead=st.sampled_from([(1,), (7,), (65,), (2, 3)]), D=st.sampled_from([64, 128]))
+@given(build=any_build, lead=st.sampled_from([(1,), (7,), (65,), (2, 3)]), D=st.sampled_from([64, 128]))
 def test_rotary_turns_its_part_of_qkv_and_no_more(build: Build, lead: tuple[int, ...], D: int) -> None:
     dtype, lib = build
     qkv = random(*lead, 7, D).to(dtype)
@@ -87,7 +78,7 @@ def test_rotary_turns_its_part_of_qkv_and_no_more(build: Build, lead: tuple[int,
     near(fused(q, k, rope)[1], qkv[..., 4:6, :])  # and not in one tensor
 
 
-@given(build=builds, lead=leads, d=st.sampled_from([32, 160, 1536]), scale=st.sampled_from([0.1, 3.0, 200.0]))
+@given(build=any_build, lead=leads, d=st.sampled_from([32, 160, 1536]), scale=st.sampled_from([0.1, 3.0, 200.0]))
 def test_silu_times(build: Build, lead: tuple[int, ...], d: int, scale: float) -> None:
     dtype, lib = build
     gate_up = (random(*lead, 2 * d) * scale).to(dtype)
@@ -116,7 +107,7 @@ def test_panels_hold_the_same_numbers(dtype: torch.dtype, lanes: int, n: int, d:
 
 
 @given(
-    build=builds,
+    build=any_build,
     M=st.sampled_from(ROWS),
     d=st.sampled_from([32, 96, 576]),
     n=st.sampled_from([1, 15, 16, 33, 160]),
@@ -168,7 +159,7 @@ def test_the_halves_of_a_layer_are_the_layer(
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@given(build=builds, lead=leads, threads=st.sampled_from([1, 3]))
+@given(build=any_build, lead=leads, threads=st.sampled_from([1, 3]))
 def test_a_fused_block_is_the_block(build: Build, lead: tuple[int, ...], threads: int) -> None:
     """The same sums and the same norms: all else in it is the plain layer's."""
     dtype, lib = build
@@ -214,14 +205,14 @@ def test_a_checkpoints_rows_can_be_had_back(dtype: torch.dtype, tied: bool) -> N
         fast.to(torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [*TOLERANCE])
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_a_number_stays_so(dtype: torch.dtype, bad: float) -> None:
+def test_what_is_not_a_number_stays_so(build: Build, bad: float) -> None:
+    dtype, lib = build
     x = random(3, 64).to(dtype)
     x[1, 40] = bad
     norm = RMSNorm(64, 1e-5).to(dtype)
     norm.weight = nn.Parameter(torch.ones(64, dtype=dtype), requires_grad=False)
-    lib = LIBRARIES[dtype]
     for fused, plain in ((FusedNorm(norm, lib), norm), (FusedSiluTimes(SiluTimes(), lib), SiluTimes())):
         ours, theirs = fused(x), plain(x)
         assert torch.equal(ours.isnan(), theirs.isnan())
